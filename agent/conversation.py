@@ -1,0 +1,147 @@
+"""A conversation as token ids: what the engine consumed and produced, byte for byte.
+
+Nothing is ever tokenised twice. A new tool result is tokenised once, as a suffix, by the model family's own
+renderer; a hint is inserted at token level in front of a turn's generation prompt, and the identity of
+everything around it is checked.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from renderers import ToolCallParseStatus
+
+from hintloop.agent.engine import Sample
+from hintloop.envs.models import ToolCall
+from hintloop.replay.episode import NOT_SAMPLED
+
+Message = dict[str, Any]
+
+
+class RenderError(Exception):
+    """The renderer cannot extend this conversation in place; the reason is in the message."""
+
+
+@dataclass(frozen=True, slots=True)
+class HintInsertion:
+    """Where a hint goes and as which tokens; see ``hintloop.replay.episode.HintSite``."""
+
+    insert_at: int
+    hint_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Prompt:
+    """How the prompt of one assistant turn came about: enough to render it again with one message more."""
+
+    end: int
+    """Tokens before the turn, generation prompt included."""
+    base: int
+    """Tokens of the previous prompt; 0 for the first turn."""
+    completion_end: int
+    messages: tuple[Message, ...]
+
+
+class Conversation:
+    """One growing token sequence with its loss mask, log-probs and policy versions."""
+
+    def __init__(self, renderer: Any, messages: Sequence[Message], *, tools: Sequence[dict[str, Any]] = ()):
+        """``renderer`` is a ``renderers.Renderer``; ``tools`` are function specs for the model's own template."""
+        self._renderer = renderer
+        self._tools = list(tools) or None
+        opened = renderer.render_ids(list(messages), tools=self._tools, add_generation_prompt=True)
+        closed = renderer.render_ids(list(messages), tools=self._tools, add_generation_prompt=False)
+        self._generation_prompt = opened[len(closed) :]
+        if opened[: len(closed)] != closed or not self._generation_prompt:
+            raise RenderError("this chat template has no separate generation prompt")
+        self.token_ids: list[int] = list(opened)
+        self.loss_mask: list[int] = [0] * len(opened)
+        self.logprobs: list[float] = [0.0] * len(opened)
+        self.policy_versions: list[int] = [NOT_SAMPLED] * len(opened)
+        self._prompts = [_Prompt(len(opened), 0, 0, tuple(messages))]
+
+    @property
+    def num_turns(self) -> int:
+        """Assistant turns begun, the pending one included."""
+        return len(self._prompts)
+
+    def prompt_end(self, turn: int) -> int:
+        """Number of tokens before assistant turn ``turn`` (from 0), generation prompt included."""
+        return self._prompts[turn].end
+
+    def add_sample(self, sample: Sample) -> list[ToolCall]:
+        """Append what the policy sampled and return the tool calls in it (at least one, perhaps malformed)."""
+        self.token_ids += sample.token_ids
+        self.loss_mask += [1] * len(sample.token_ids)
+        self.logprobs += sample.logprobs
+        self.policy_versions += sample.policy_versions
+        return self.parse(sample.token_ids)
+
+    def parse(self, completion_ids: Sequence[int]) -> list[ToolCall]:
+        """The tool calls in a completion; one malformed call when there is none that can be executed."""
+        parsed = self._renderer.parse_response(list(completion_ids), tools=self._tools)
+        calls = [
+            ToolCall(name=call.name, arguments=call.arguments)
+            for call in parsed.tool_calls
+            if call.status in (ToolCallParseStatus.OK, ToolCallParseStatus.UNKNOWN_TOOL)
+            and call.name
+            and isinstance(call.arguments, dict)
+        ]
+        if calls:
+            return calls
+        raw = parsed.tool_calls[0].raw if parsed.tool_calls else parsed.content
+        return [ToolCall(malformed=raw or "")]
+
+    def add_results(self, outputs: Sequence[str]) -> None:
+        """Append tool results and the next generation prompt. Raises ``RenderError``."""
+        messages: tuple[Message, ...] = tuple({"role": "tool", "content": output} for output in outputs)
+        base, completion_end = self._prompts[-1].end, len(self.token_ids)
+        rendered = self._bridge(base, completion_end, messages)
+        if rendered[:completion_end] != self.token_ids:
+            raise RenderError("the renderer changed earlier tokens")
+        added = len(rendered) - completion_end
+        self.token_ids = rendered
+        self.loss_mask += [0] * added
+        self.logprobs += [0.0] * added
+        self.policy_versions += [NOT_SAMPLED] * added
+        self._prompts.append(_Prompt(len(rendered), base, completion_end, messages))
+
+    def hint(self, turn: int, text: str, *, role: str = "system") -> HintInsertion:
+        """Where and as which tokens a hint message goes before assistant turn ``turn``. Raises ``RenderError``."""
+        prompt = self._prompts[turn]
+        messages = (*prompt.messages, {"role": role, "content": text})
+        if turn == 0:
+            hinted = self._renderer.render_ids(list(messages), tools=self._tools, add_generation_prompt=True)
+        else:
+            hinted = self._bridge(prompt.base, prompt.completion_end, messages)
+        insert_at = prompt.end - len(self._generation_prompt)
+        hint_ids = hinted[insert_at : len(hinted) - len(self._generation_prompt)]
+        expected = self.token_ids[:insert_at] + hint_ids + self._generation_prompt
+        if not hint_ids or hinted != expected:
+            raise RenderError(f"this chat template does not take a {role} message in mid-conversation")
+        return HintInsertion(insert_at, tuple(hint_ids))
+
+    def encode_call(self, call: ToolCall) -> tuple[int, ...]:
+        """A tool call as the tokens of a whole assistant turn, end-of-turn token included. Raises ``RenderError``."""
+        function = {"name": call.name, "arguments": call.arguments}
+        message = {"role": "assistant", "content": "", "tool_calls": [{"function": function}]}
+        user = {"role": "user", "content": "x"}
+        rendered = self._renderer.render_ids([user, message, user], tools=self._tools)
+        prefix = self._renderer.render_ids([user], tools=self._tools, add_generation_prompt=True)
+        stops = set(self._renderer.get_stop_token_ids())
+        body = rendered[len(prefix) :]
+        for index, token in enumerate(body):
+            if token in stops and rendered[: len(prefix)] == prefix:
+                return tuple(body[: index + 1])
+        raise RenderError(f"this renderer cannot render the call {json.dumps(function)[:200]}")
+
+    def _bridge(self, base: int, completion_end: int, messages: tuple[Message, ...]) -> list[int]:
+        rendered = self._renderer.bridge_to_next_turn(
+            self.token_ids[:base], self.token_ids[base:completion_end], list(messages), tools=self._tools
+        )
+        if rendered is None:
+            raise RenderError("the renderer cannot append to this conversation without rewriting it")
+        return list(rendered.token_ids)

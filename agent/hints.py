@@ -1,0 +1,74 @@
+"""Hints: one short text per kind of tool error, shown to the teacher just before the turn that went wrong.
+
+A hint says what the agent could have known or looked up (the tools there are, what a line really holds). It
+never holds anything of the hidden solution: it is made from the tool error alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from hintloop.envs.errors import Cause, ToolError
+
+Template = Callable[[dict[str, Any]], str]
+_TEMPLATES: dict[str, Template] = {}
+
+
+def register(kind: str, template: Template) -> None:
+    """Set the hint template of an error kind; ``template`` gets the error's ``meta``. Replaces an earlier one."""
+    _TEMPLATES[kind] = template
+
+
+def dispatch(error: ToolError) -> str | None:
+    """The hint for an error, or None when the agent did not cause it. ``KeyError`` for a kind without template."""
+    if error.cause is not Cause.MODEL:
+        return None
+    return "Hint: " + _TEMPLATES[error.kind](error.meta)
+
+
+def kinds() -> list[str]:
+    """The kinds that have a template, sorted."""
+    return sorted(_TEMPLATES)
+
+
+def _tool_not_found(meta: dict[str, Any]) -> str:
+    near = f"use {meta['nearest']}; " if meta.get("nearest") else ""
+    return f"{near}tools are read_file, edit_file, run_tests, submit, write_file, bash"
+
+
+def _edit_no_match(meta: dict[str, Any]) -> str:
+    if meta.get("num_lines"):
+        return f"the file has {meta['num_lines']} lines"
+    parts = []
+    if meta.get("line_text") is not None:
+        where = f"line {meta['line']}" if meta.get("line") else "the nearest line"
+        parts.append(f"{where} is: {meta['line_text']}")
+    if meta.get("found"):
+        parts.append(f"{meta['old']} is in line {', '.join(map(str, meta['found']))}")
+    return "; ".join(parts) or "old must be text of the file, read it first"
+
+
+def _repeated_failure(meta: dict[str, Any]) -> str:
+    return "this call failed before; " + _TEMPLATES[meta["first_kind"]](meta["first_meta"])
+
+
+_DEFAULTS: dict[str, Template] = {
+    "tool_not_found": _tool_not_found,
+    "json_decode": lambda meta: "write one tool call as valid JSON",
+    "type_error": lambda meta: f"{meta['name']} needs {', '.join(meta['required']) or 'no arguments'}",
+    "command_not_found": lambda meta: "that command is not installed here",
+    "file_not_found": lambda meta: f"files are {', '.join(meta.get('files', [])) or 'none yet'}",
+    "permission_denied": lambda meta: "use a path inside of the working directory",
+    "syntax_error": lambda meta: "the code that ran has a syntax error, look at the line that it names",
+    "edit_no_match": _edit_no_match,
+    "runtime_error": lambda meta: "the command failed, read the last lines of its output",
+    "test_failure": lambda meta: "a test still fails, compare what it gave with what it wants",
+    "timeout": lambda meta: "the command took too long, avoid waiting for input and endless loops",
+    "output_capped": lambda meta: "print less, for example with head or grep",
+    "out_of_memory": lambda meta: "the command used too much memory, work on less data at a time",
+    "connection_error": lambda meta: "there is no network here",
+    "repeated_failure": _repeated_failure,
+}
+for _kind, _template in _DEFAULTS.items():
+    register(_kind, _template)

@@ -1,0 +1,1 @@
+"""Bundled generated task set: bugs of one token in small pure-Python functions."""

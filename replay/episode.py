@@ -1,0 +1,128 @@
+"""The episode: what one attempt at one task left behind.
+
+This is the vocabulary that the rollout side and the learner share; it is also the Parquet schema of the
+journal. Everything here is frozen, picklable plain data. Token positions are indices into ``token_ids``;
+ranges are half-open.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+SCHEMA_VERSION = 1
+NOT_SAMPLED = -1
+"""Policy version of a token that no policy sampled (prompt, tool output)."""
+
+
+class Outcome(StrEnum):
+    """How an episode ended."""
+
+    SOLVED = "solved"
+    FAILED = "failed"
+    TRUNCATED = "truncated"
+    """The agent ran out of turns or tokens; it is graded, but did not hand in by itself."""
+    INFRA_ERROR = "infra_error"
+    """Something that is not the agent broke; ``reward`` is None and the episode never votes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """One message of the conversation. ``start:end`` are its tokens.
+
+    An assistant turn covers exactly the tokens that the policy sampled, its end-of-turn token included; the
+    ``error_*`` fields of an assistant turn describe the tool error that its own call caused.
+    """
+
+    role: str
+    start: int
+    end: int
+    text: str
+    tool_name: str | None = None
+    tool_arguments: str | None = None
+    """JSON text of the arguments, as parsed."""
+    error_kind: str | None = None
+    error_message: str | None = None
+    error_cause: str | None = None
+    """``model``, ``infra`` or ``user``."""
+    exit_code: int | None = None
+    seconds: float = 0.0
+    """Wall time of the tool call."""
+
+
+@dataclass(frozen=True, slots=True)
+class HintSite:
+    """A turn that went wrong, and the hint that would have helped there.
+
+    The student context is ``token_ids[:start]``. The teacher context is
+    ``token_ids[:insert_at] + hint_ids + token_ids[insert_at:start]``, where ``token_ids[insert_at:start]``
+    is the generation prompt of the turn. Both are followed by the same tokens ``token_ids[start:end]``.
+    """
+
+    turn: int
+    """Index into ``Episode.turns``."""
+    kind: str
+    hint: str
+    insert_at: int
+    start: int
+    end: int
+    hint_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class PreferencePair:
+    """A teacher's action preferred over the agent's own at one turn.
+
+    The prompt is ``token_ids[:prompt_end]`` (generation prompt included); ``chosen_ids`` and
+    ``rejected_ids`` both end with the end-of-turn token.
+    """
+
+    turn: int
+    prompt_end: int
+    chosen_ids: tuple[int, ...]
+    rejected_ids: tuple[int, ...]
+    chosen_text: str
+    rejected_text: str
+    asked: int
+    """Number of teachers that were asked."""
+    agreed: int
+    """Number of teachers that gave the chosen action."""
+    verified: bool
+    """The chosen action was executed and made no tool error."""
+    teachers: tuple[str, ...]
+    cost_usd: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Episode:
+    """One finished episode; ``logprobs`` and ``policy_versions`` are 0.0 / NOT_SAMPLED off the loss mask."""
+
+    episode_id: str
+    group_id: str
+    task_id: str
+    env: str
+    source: str
+    """Who made it: ``rollout``, ``evaluation``, or the name of a trace format."""
+    created_at: float
+    """Unix time, seconds."""
+    model: str
+    tokenizer_fingerprint: str
+    token_ids: tuple[int, ...]
+    loss_mask: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    policy_versions: tuple[int, ...]
+    turns: tuple[Turn, ...]
+    outcome: Outcome
+    reward: float | None
+    reward_parts: dict[str, float] = field(default_factory=dict)
+    hint_sites: tuple[HintSite, ...] = ()
+    pairs: tuple[PreferencePair, ...] = ()
+    schema_version: int = SCHEMA_VERSION
+
+    def __post_init__(self) -> None:
+        n = len(self.token_ids)
+        for name in ("loss_mask", "logprobs", "policy_versions"):
+            if len(getattr(self, name)) != n:
+                raise ValueError(f"{self.episode_id}: {name} has {len(getattr(self, name))} entries for {n} tokens")
+        if (self.reward is None) != (self.outcome is Outcome.INFRA_ERROR):
+            raise ValueError(f"{self.episode_id}: reward must be None exactly when the outcome is infra_error")

@@ -1,0 +1,1 @@
+"""Engines: what samples from the policy, behind ``hintloop.agent.engine.Engine``."""
