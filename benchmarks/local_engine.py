@@ -1,7 +1,7 @@
 """Sampled tokens per second of the local engine, for a model of the tiny student's shape.
 
-``decode`` samples long continuations only; ``episodes`` plays the token traffic of coding episodes: groups of 8
-with one prompt, five turns, tool output between them, so that prompts are computed while others decode.
+``decode`` samples long continuations only; ``episodes`` plays the token traffic of coding episodes: groups
+of 8 with one prompt, five turns, tool output between them, so that prompts are computed while others decode.
 
     python benchmarks/local_engine.py --slots 8 32 64 --threads 1
 """
@@ -16,10 +16,9 @@ import time
 from typing import Any
 
 import torch
-from transformers import Qwen3Config, Qwen3ForCausalLM
-
 from hintloop.agent.engine import Sampling
 from hintloop.rollout.engines.local import LocalEngine
+from transformers import Qwen3Config, Qwen3ForCausalLM
 
 VOCABULARY = 1000
 SYSTEM, TASK, TOOL, TURN = 58, 40, 18, (4, 22)
@@ -95,7 +94,9 @@ async def measure(slots: int, threads: int, kind: str, rounds: int) -> dict[str,
 
 def main() -> None:
     """Print one JSON line for each combination."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--slots", type=int, nargs="+", default=[8, 32, 64])
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--kinds", nargs="+", choices=["decode", "episodes"], default=["decode", "episodes"])

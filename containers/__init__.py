@@ -1,1 +1,1 @@
-"""TODO"""
+"""Container images and service set-up."""

@@ -1,1 +1,1 @@
-"""TODO"""
+"""Coding environments: tasks, tools, tool errors, sandboxes, graders and the OpenEnv server around them."""

@@ -67,15 +67,18 @@ def register_taskset(name: str, loader: Callable[[], TaskSet]) -> None:
 
 
 def taskset_names() -> list[str]:
-    """The names of all registered task sets, sorted."""
+    """The names of all registered task sets, sorted; the bundled ones are always among them."""
+    import hintloop.envs.tasksets  # noqa: F401 - registers the bundled sets; at the top it would be a cycle
+
     return sorted(_LOADERS)
 
 
 def load_taskset(name: str) -> TaskSet:
     """The task set of that name. ``KeyError`` with the known names when there is none."""
     if name not in _LOADED:
-        if name not in _LOADERS:
-            raise KeyError(f"no task set {name!r}; known: {', '.join(taskset_names())}")
+        known = taskset_names()
+        if name not in known:
+            raise KeyError(f"no task set {name!r}; known: {', '.join(known)}")
         _LOADED[name] = _LOADERS[name]()
     return _LOADED[name]
 

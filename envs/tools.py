@@ -20,6 +20,9 @@ from hintloop.envs.task import Task
 _STRING = {"type": "string"}
 _INTEGER = {"type": "integer"}
 MAX_READ_CHARS = 20_000
+MAX_LINE_CHARS = 200
+"""How much of a line an error repeats or compares."""
+MAX_COMPARED_LINES = 1_000
 MAX_BASH_SECONDS = 30.0
 TEST_SECONDS = 2.0
 
@@ -129,9 +132,7 @@ class ToolBox:
 
     def _run_tests(self) -> ToolResult:
         tests = self._task.tests
-        results = run_cases(
-            self._workspace, tests.path, tests.function, tests.visible, timeout=TEST_SECONDS
-        )
+        results = run_cases(self._workspace, tests.path, tests.function, tests.visible, timeout=TEST_SECONDS)
         failed = [(case, r) for case, r in zip(tests.visible, results, strict=True) if not r.passed]
         output = f"{len(results) - len(failed)}/{len(results)} pass"
         if not failed:
@@ -180,7 +181,9 @@ def check_call(call: ToolCall) -> None:
         raise _Failed(tool_error("type_error", problem, name=call.name, required=parameters["required"]))
 
 
-def _argument_problem(arguments: dict[str, Any], properties: dict[str, Any], required: list[str]) -> str | None:
+def _argument_problem(
+    arguments: dict[str, Any], properties: dict[str, Any], required: list[str]
+) -> str | None:
     for name in required:
         if name not in arguments:
             return f"missing argument: {name}"
@@ -202,9 +205,16 @@ def replace_in_line(text: str, line: int, old: str, new: str) -> str:
     content = lines[line - 1]
     if not old or old not in content:
         found = [number for number, other in enumerate(lines, 1) if old and old in other]
-        message = f"old text not found in line {line}: {content}"
+        message = f"old text not found in line {line}: {content[:MAX_LINE_CHARS]}"
         raise _Failed(
-            tool_error("edit_no_match", message, line=line, line_text=content, old=old, found=found[:5])
+            tool_error(
+                "edit_no_match",
+                message,
+                line=line,
+                line_text=content[:MAX_LINE_CHARS],
+                old=old,
+                found=found[:5],
+            )
         )
     lines[line - 1] = content.replace(old, new, 1)
     return "\n".join(lines)
@@ -219,8 +229,9 @@ def replace_once(text: str, old: str, new: str) -> str:
         found = [number for number, line in enumerate(text.split("\n"), 1) if old.split("\n")[0] in line]
         message = f"old text found {count} times: give its line"
         raise _Failed(tool_error("edit_no_match", message, old=old, found=found[:5]))
-    first = old.split("\n")[0]
-    nearest = difflib.get_close_matches(first, text.split("\n"), n=1, cutoff=0.3)
+    first = old.split("\n")[0][:MAX_LINE_CHARS]  # bounded, for the comparison takes quadratic time
+    lines = [line[:MAX_LINE_CHARS] for line in text.split("\n")[:MAX_COMPARED_LINES]]
+    nearest = difflib.get_close_matches(first, lines, n=1, cutoff=0.3)
     message = "old text not found" + (f", the nearest line is: {nearest[0]}" if nearest else "")
     raise _Failed(
         tool_error("edit_no_match", message, old=old, found=[], line_text=nearest[0] if nearest else None)
@@ -229,7 +240,11 @@ def replace_once(text: str, old: str, new: str) -> str:
 
 def classify_exec(command: str, result: ExecResult) -> ToolError | None:
     """The tool error in a command's outcome, if any."""
-    by_status = {Status.TIMEOUT: "timeout", Status.OOM: "out_of_memory", Status.OUTPUT_CAPPED: "output_capped"}
+    by_status = {
+        Status.TIMEOUT: "timeout",
+        Status.OOM: "out_of_memory",
+        Status.OUTPUT_CAPPED: "output_capped",
+    }
     if result.status is Status.OK:
         return None
     kind = by_status.get(result.status)

@@ -1,1 +1,1 @@
-"""TODO"""
+"""Making episodes: the asynchronous manager, engines, weight roll-out, teachers, pairs and evaluation."""

@@ -1,1 +1,1 @@
-"""TODO"""
+"""The learning maths as pure functions: no model, no trainer, no logging."""

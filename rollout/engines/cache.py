@@ -1,9 +1,9 @@
 """The slot cache: keys and values of many sequences in one tensor, and attention that reads them there.
 
-One decode step is one forward of a flat row of tokens, ``[1, tokens]``: first one token for each of the
-rows ``0 .. decoding``, then the chunks of prompt that still have to be computed. ``SlotCache.plan`` says where
+One step is one forward of a flat row of tokens, ``[1, tokens]``: first one token for each of the rows
+``0 .. decoding``, then the chunks of prompt that still have to be computed. ``SlotCache.plan`` says where
 each token belongs; the model's own layers call ``SlotCache.update`` to store keys and values there, and
-``attend`` (registered with transformers under ``ATTENTION``) to read them back. No key is copied for a step.
+``attend`` (known to transformers as ``ATTENTION``) to read them where they are: a step copies no keys.
 """
 
 from __future__ import annotations
@@ -33,8 +33,10 @@ class Geometry:
     def of(cls, config: Any) -> Geometry:
         """Raises ``ValueError`` for a model with anything but full attention in every layer."""
         kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
-        if kinds != {"full_attention"} or getattr(config, "sliding_window", None):
-            raise ValueError(f"only full attention can be cached in slots; {config.model_type} has {sorted(kinds)}")
+        if getattr(config, "sliding_window", None):
+            kinds.add("sliding_attention")
+        if kinds != {"full_attention"}:
+            raise ValueError(f"only full attention can run in slots; {config.model_type} has {sorted(kinds)}")
         heads = config.num_attention_heads
         return cls(
             layers=config.num_hidden_layers,
@@ -54,7 +56,7 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True)
 class ChunkPlan:
-    """Where a chunk is: ``begin:end`` in the flat row; it sees keys ``0:width``; ``mask`` is [1, 1, tokens, width]."""
+    """``begin:end`` of the flat row; it sees keys ``0:width``, and ``mask`` is [1, 1, tokens, width]."""
 
     row: int
     begin: int
@@ -65,7 +67,7 @@ class ChunkPlan:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One forward: ``rows`` and ``positions`` are [tokens]; the decode ``mask`` is [decoding, 1, 1, width]."""
+    """One forward: ``rows`` and ``positions`` are [tokens], ``mask`` of decoding [decoding, 1, 1, width]."""
 
     rows: torch.Tensor
     positions: torch.Tensor
@@ -99,7 +101,7 @@ class SlotCache(Cache):
         self._step: Step | None = None
 
     def plan(self, positions: Sequence[int], chunks: Sequence[Chunk]) -> Step:
-        """The next step: row ``i`` decodes at ``positions[i]`` (``max_length``: idle), then the chunks follow."""
+        """The next step: row ``i`` decodes at ``positions[i]`` (``max_length``: idle); then chunks."""
         device = self._data.device
         rows = list(range(len(positions)))
         places = list(positions)
@@ -168,7 +170,7 @@ def attend(
 ) -> tuple[torch.Tensor, None]:
     """Attention of the flat row ``query`` [1, heads, tokens, head_dim] over one layer's storage.
 
-    Returns [1, tokens, heads, head_dim]. Raises ``ValueError`` for a model that asks for more than softmax(QK)V.
+    Returns [1, tokens, heads, head_dim]. Raises ``ValueError`` for a model that wants more than softmax(QK)V.
     """
     if softcap is not None or s_aux is not None or position_bias is not None:
         raise ValueError("attention with soft caps, sinks or position biases cannot run in slots")
@@ -191,7 +193,7 @@ def attend(
 def _attend_chunk(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, chunk: ChunkPlan, scaling: float | None
 ) -> torch.Tensor:
-    """Attention of one chunk's ``query`` [tokens, kv_heads, group, head_dim]; returns [tokens, heads, head_dim]."""
+    """From a chunk's ``query`` [tokens, kv_heads, group, head_dim] to [tokens, heads, head_dim]."""
     tokens, kv_heads, group, head_dim = query.shape
     shape = (kv_heads, group, chunk.width, head_dim)
     out = scaled_dot_product_attention(

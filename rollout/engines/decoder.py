@@ -12,9 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file
-
 from hintloop.rollout.engines.cache import ATTENTION, Chunk, Geometry, SlotCache
+from safetensors.torch import load_file
 
 Tensors = Mapping[str, torch.Tensor]
 
@@ -32,10 +31,15 @@ class Decoder:
         weight = next(model.parameters())
         self.device = weight.device
         self.vocabulary = config.vocab_size
-        self.cache = SlotCache(
-            Geometry.of(config), slots=slots, max_length=max_length, dtype=weight.dtype, device=weight.device
-        )
+        self._dtype = weight.dtype
+        self._geometry = Geometry.of(config)
+        self.cache = self._new_cache(slots, max_length)
         self._check(min(max_length, 12))
+
+    def _new_cache(self, slots: int, max_length: int) -> SlotCache:
+        return SlotCache(
+            self._geometry, slots=slots, max_length=max_length, dtype=self._dtype, device=self.device
+        )
 
     @torch.inference_mode()
     def _check(self, length: int) -> None:
@@ -55,7 +59,7 @@ class Decoder:
     def forward(
         self, tokens: Sequence[int], positions: Sequence[int], chunks: Sequence[Chunk], keep: Sequence[int]
     ) -> torch.Tensor:
-        """Logits [len(keep), vocabulary] at the indices ``keep`` of the flat row (decode tokens, then chunks).
+        """Logits [len(keep), vocabulary] at the indices ``keep`` of the flat row: decode tokens, then chunks.
 
         Row ``i`` decodes ``tokens[i]`` at ``positions[i]``; all keys and values are stored.
         """
@@ -66,11 +70,22 @@ class Decoder:
             position_ids=step.positions[None],
             cache=self.cache,
             use_cache=True,
-            logits_to_keep=torch.tensor(keep, dtype=torch.long, device=self.device),
+            logits_to_keep=torch.tensor(list(keep), dtype=torch.long, device=self.device),
             step=step,
         )
         logits: torch.Tensor = output.logits[0]
         return logits
+
+    def score(self, ids: Sequence[int]) -> list[float]:
+        """Log-probability of each of ``ids`` after the first, at temperature 1, nats; touches no slot."""
+        kept, self.cache = self.cache, self._new_cache(1, len(ids))
+        try:
+            logits = self.forward([], [], [Chunk(0, 0, ids[:-1])], range(len(ids) - 1))
+        finally:
+            self.cache = kept
+        following = torch.tensor(ids[1:], device=self.device)[:, None]
+        scores: list[float] = torch.log_softmax(logits.float(), -1).gather(1, following)[:, 0].tolist()
+        return scores
 
     def read_weights(self, folder: Path) -> Tensors:
         """All ``*.safetensors`` of ``folder``; changes nothing.
@@ -86,7 +101,7 @@ class Decoder:
         wrong = [name for name in tensors if name not in own or own[name].shape != tensors[name].shape]
         if missing or wrong:
             named = ", ".join(sorted(missing + wrong)[:3])
-            raise ValueError(f"{folder}: {len(missing)} weights missing, {len(wrong)} unknown or misshapen: {named}")
+            raise ValueError(f"{folder}: {len(missing)} weights missing, {len(wrong)} do not fit: {named}")
         return tensors
 
     @torch.no_grad()

@@ -23,7 +23,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-
 from hintloop.agent.engine import EngineError, Sample, Sampling
 from hintloop.rollout.engines.decoder import Decoder
 from hintloop.rollout.engines.scheduler import Request, Scheduler
@@ -52,8 +51,9 @@ class LocalEngine:
         """Start the worker.
 
         ``slots`` sequences of at most ``max_length`` tokens (prompt and sample) are decoded together.
-        ``threads`` is torch's thread count, which is one setting for the whole process; None leaves it alone.
-        ``stall_seconds`` is how long one step, or taking over weights, may last before waiting callers give up.
+        ``threads`` is torch's thread count, one setting for the whole process; None leaves it alone. More
+        than one pays only while nothing else wants the cores.
+        ``stall_seconds`` is how long one step, or reading weights, may last before waiting callers give up.
         Raises ``ValueError`` for a model that cannot run in slots.
         """
         if slots < 1 or max_length < 2:
@@ -144,6 +144,19 @@ class LocalEngine:
 
         await self._ask(order, take_over)
 
+    async def score(self, token_ids: Sequence[int]) -> list[float]:
+        """Log-probability of each token after the first under the weights in use, temperature 1, nats.
+
+        Computed between two steps, without a slot. Raises ``ValueError`` and ``EngineError``.
+        """
+        ids = self._checked(token_ids)
+        if len(ids) < 2 or len(ids) > self.max_length:
+            raise ValueError(f"can score 2 to {self.max_length} tokens, not {len(ids)}")
+        key = object()
+        scores = await self._ask(key, lambda: self._answer(key, self._decoder.score(ids)))
+        assert isinstance(scores, list)
+        return scores
+
     def stats(self) -> dict[str, float]:
         """Totals since the start: tokens, steps, seconds in steps, mean number of working rows."""
         counters = self._scheduler.counters
@@ -169,15 +182,19 @@ class LocalEngine:
     # The asyncio side
 
     def _request(self, prompt_ids: Sequence[int], sampling: Sampling, session: str) -> Request:
-        prompt = [int(token) for token in prompt_ids]
+        prompt = self._checked(prompt_ids)
         room = self.max_length - len(prompt)
         if not prompt or room < 1:
             raise ValueError(f"a prompt of {len(prompt)} tokens leaves no room in {self.max_length}")
-        if min(prompt) < 0 or max(prompt) >= self._decoder.vocabulary:
-            raise ValueError(f"token ids must be below {self._decoder.vocabulary}")
         if sampling.max_new_tokens < 1 or not 0.0 <= sampling.temperature < math.inf:
             raise ValueError(f"cannot sample with {sampling}")
         return Request(prompt, sampling.temperature, min(room, sampling.max_new_tokens), session)
+
+    def _checked(self, token_ids: Sequence[int]) -> list[int]:
+        ids = [int(token) for token in token_ids]
+        if ids and (min(ids) < 0 or max(ids) >= self._decoder.vocabulary):
+            raise ValueError(f"token ids must be below {self._decoder.vocabulary}")
+        return ids
 
     async def _ask(self, key: object, order: Callable[[], None]) -> object:
         """Post an order and wait until the worker answers ``key``."""
@@ -196,6 +213,7 @@ class LocalEngine:
                     raise EngineError(f"the engine has not finished a step for {silent:.0f} s")
             return future.result()
         finally:
+            future.cancel()  # without effect on one that is done
             with self._lock:
                 self._waiters.pop(key, None)
 
@@ -238,8 +256,8 @@ class LocalEngine:
         finished = self._scheduler.step()
         self._busy_seconds += time.perf_counter() - started
         for done in finished:
-            sample = Sample(tuple(done.token_ids), tuple(done.logprobs), tuple(done.versions), done.finish_reason)
-            self._answer(done, sample)
+            sampled = (tuple(done.token_ids), tuple(done.logprobs), tuple(done.versions))
+            self._answer(done, Sample(*sampled, done.finish_reason))
 
     def _answer(self, key: object, result: object) -> None:
         with self._lock:

@@ -13,7 +13,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
-
 from hintloop.rollout.engines.cache import Chunk
 from hintloop.rollout.engines.decoder import Decoder, Tensors, draw
 
@@ -110,7 +109,7 @@ class Scheduler:
             self._slots[row].session = None
 
     def load_weights(self, tensors: Tensors, version: int) -> None:
-        """Use new weights from the next step on. What is cached stays, for the sessions that it belongs to."""
+        """Use new weights from the next step on. What is cached stays, but only for its own session."""
         self._decoder.load(tensors)
         self.version = version
 
@@ -189,7 +188,7 @@ class Scheduler:
             self._waiting = deque(request for request in self._waiting if not request.cancelled)
 
     def _admit(self) -> None:
-        """Start waiting requests in order, as far as there are slots; a busy session's next one is passed over."""
+        """Start waiting requests in order, as far as there are slots; a busy session waits for itself."""
         idle = sum(slot.request is None for slot in self._slots)
         passed: list[Request] = []
         while self._waiting and idle:
@@ -205,7 +204,8 @@ class Scheduler:
     def _vacate(self, session: str) -> int:
         """A row for a new session: the first that nobody owns, else that of the session idle for longest."""
         idle = [row for row, slot in enumerate(self._slots) if slot.request is None]
-        row = min(idle, key=lambda row: (self._slots[row].used if self._slots[row].session is not None else 0, row))
+        owned = {row: self._slots[row].session is not None for row in idle}
+        row = min(idle, key=lambda row: (self._slots[row].used if owned[row] else 0, row))
         slot = self._slots[row]
         if slot.session is not None:
             del self._rows[slot.session]
@@ -258,7 +258,7 @@ class Scheduler:
             self.counters.reused += gain
 
     def _compact(self) -> None:
-        """Move the last live rows into idle ones before them, when too many of those would be computed for nothing."""
+        """Move the last live rows to idle ones before them, if too many of those are computed for nothing."""
         live = [row for row, slot in enumerate(self._slots) if slot.request]
         if not live or len(live) >= DENSE * (live[-1] + 1):
             return

@@ -1,0 +1,26 @@
+# Needs Python 3.11 or newer: `make play PYTHON=python3.12` picks another one.
+PYTHON ?= python3
+VENV := .venv
+READY := $(VENV)/.installed
+
+.PHONY: play test check clean
+
+play: $(READY)
+	$(VENV)/bin/hintloop play --preset laptop $(ARGS)
+
+test: $(READY)
+	.ci/check
+	$(VENV)/bin/python -m pytest $(ARGS)
+
+check: $(READY)
+	.ci/check
+
+# torch first, in its exact version: a range would admit a build with gigabytes of CUDA.
+$(READY): pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check torch==2.13.0
+	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check -e '.[train,dev]'
+	touch $@
+
+clean:
+	rm -rf $(VENV) .ns build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache

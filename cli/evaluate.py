@@ -1,0 +1,78 @@
+"""``hintloop evaluate``: the held-out evaluation of one model, with an environment server of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from hintloop.agent.episode import Player
+from hintloop.cli.config import Config
+from hintloop.cli.model import prepare_student
+from hintloop.cli.runfolder import RunFolder
+from hintloop.cli.supervise import ChildFailed, ChildSpec, Supervisor
+from hintloop.envs.client import EnvPool
+from hintloop.envs.task import load_taskset
+from hintloop.rollout.evaluate import Evaluation, draw_tasks
+from hintloop.rollout.run import load_local_agent
+from hintloop.rollout.weights import Fetched
+
+READY_S = 120.0
+_SHOWN = ("split", "temperature", "n", "solved", "rate", "low", "high", "errors_per_episode", "seconds")
+
+
+def evaluate_model(config: Config) -> list[dict[str, Any]]:
+    """One row per split and temperature. Raises ``UserError`` and what the engine or the server raise."""
+    with tempfile.TemporaryDirectory(prefix="hintloop-") as name, Supervisor() as supervisor:
+        folder = RunFolder(Path(name))
+        student = prepare_student(config.student, folder.student)
+        url = _start_server(supervisor, folder, config)
+        rows = asyncio.run(_evaluate(config, student, folder.path, url))
+    return [{key: row[key] for key in _SHOWN} for row in rows]
+
+
+def _start_server(supervisor: Supervisor, folder: RunFolder, config: Config) -> str:
+    ready = folder.path / "env.url"
+    options = ["--port", "0", "--max-sessions", str(config.env.max_sessions), "--ready-file", str(ready)]
+    command = [sys.executable, "-m", "hintloop.cli.main", "serve", "env", *options]
+    supervisor.start(ChildSpec("env", command, folder.log("env"), server=True))
+    try:
+        return supervisor.wait_file("env", ready, timeout_s=READY_S)
+    except ChildFailed as error:
+        raise ChildFailed(error.name, f"{error}: {error.tail}", "") from error
+
+
+async def _evaluate(config: Config, student: Path, run_dir: Path, url: str) -> list[dict[str, Any]]:
+    rollout, settings = config.rollout, config.evaluation
+    splits = load_taskset(config.env.taskset).splits()
+    version = Fetched(version=0, folder=student, final=True, metadata={})
+    agent = await asyncio.to_thread(load_local_agent, version, config=rollout, seed=config.run.seed)
+    pool = EnvPool(url, size=settings.in_flight)
+    evaluation = Evaluation(
+        run_dir=run_dir,
+        tasks={
+            name: draw_tasks(splits[name], settings.num_tasks, config.run.seed) for name in settings.splits
+        },
+        temperatures=settings.temperatures,
+        max_new_tokens=rollout.max_new_tokens,
+        in_flight=settings.in_flight,
+        examples=0,
+    )
+    player = Player(
+        engine=agent.engine,
+        chat=agent.chat,
+        model=config.student.model,
+        env=config.env.taskset,
+        max_tokens=rollout.max_tokens,
+        site=rollout.hint_site,
+        hint_role=rollout.hint_role,
+    )
+    try:
+        return await evaluation.run(
+            "alone", 0, settings.num_tasks, player, pool.session, lambda progress: None
+        )
+    finally:
+        await pool.close()
+        await agent.engine.close()

@@ -1,0 +1,17 @@
+"""Command-line options that several commands share."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+Preset = Annotated[str | None, typer.Option(help="Bundled settings to start from.", metavar="NAME")]
+ConfigFile = Annotated[Path | None, typer.Option("--config", help="TOML file with settings.")]
+Assignments = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="SECTION.KEY=VALUE", help="One setting; may be repeated. Wins over files."),
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
+ReadyFile = Annotated[Path | None, typer.Option(help="File that gets the URL once connections are accepted.")]

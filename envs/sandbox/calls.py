@@ -1,0 +1,204 @@
+"""Function calls in a runner: a forked child loads the file, calls the function, and reports plain JSON data.
+
+Nothing that decides is in the child: it is given arguments only, and results are compared on the server. Its
+report is therefore no more trustworthy than the values in it, and needs only to be well formed: one line per
+call, in order, each with the request's nonce, and a clean end of the process.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import gc
+import json
+import math
+import os
+import socket
+import sys
+import types
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from hintloop.envs.sandbox import files, limits
+from hintloop.envs.sandbox.processes import Tree, supervise
+
+_NONE = type(None)
+
+
+def run_calls(
+    root: str, path: str, function: str, calls: bytes, *, tree: Tree, server: socket.socket, timeout: float
+) -> tuple[dict[str, Any], bytes]:
+    """Call ``function`` of the file ``path`` once per line of ``calls`` (a JSON array of arguments each).
+
+    The header's ``end`` is ``exit``, ``timeout``, ``memory``, ``processes``, ``died`` or ``forged``;
+    the body has one JSON line per finished call: ``{"value": ...}`` or ``{"error": "..."}``.
+    """
+    report = _secret_report()
+    nonce = os.urandom(16).hex().encode()
+    source = _source(root, path)
+    try:
+        pid = os.fork()
+        if pid == 0:
+            os.close(server.fileno())
+            _child(root, path, source, function, calls, report, nonce)
+        end, status, _ = supervise(pid, tree=tree, server=server, timeout=timeout)
+        lines, genuine = _lines(os.pread(report, limits.VALUES + 1, 0), nonce)
+    finally:
+        os.close(report)
+    if end == "exit" and status != 0:
+        end = "died"
+    elif end == "exit" and not genuine:
+        end = "forged"
+    return {"end": end, "code": os.waitstatus_to_exitcode(status)}, b"\n".join(lines)
+
+
+def _secret_report() -> int:
+    """A file in memory at a number that cannot be guessed."""
+    report = os.memfd_create("report", os.MFD_CLOEXEC)
+    lowest = 32 + os.urandom(1)[0] % (limits.OPEN_FILES - 48)
+    try:
+        return fcntl.fcntl(report, fcntl.F_DUPFD_CLOEXEC, lowest)
+    finally:
+        os.close(report)
+
+
+def _source(root: str, path: str) -> bytes | OSError:
+    """The source, or why there is none. Read before the fork: what a child touches first costs more there."""
+    try:
+        return files.read(root, path)
+    except OSError as error:
+        return error
+
+
+def _lines(data: bytes, nonce: bytes) -> tuple[list[bytes], bool]:
+    """The payloads up to the first line that the reporter did not write, and whether that was all of them."""
+    payloads: list[bytes] = []
+    for line in data.split(b"\n")[:-1]:
+        prefix = b"%s %d " % (nonce, len(payloads))
+        if not line.startswith(prefix):
+            return payloads, False
+        payloads.append(line[len(prefix) :])
+    return payloads, data.endswith(b"\n") or not data
+
+
+def _child(
+    root: str, path: str, source: bytes | OSError, function: str, calls: bytes, report: int, nonce: bytes
+) -> None:
+    """The life of the child; never returns. What it needs later is bound before foreign code runs."""
+    leave: Callable[[int], None] = os._exit
+    code = 1
+    try:
+        os.setsid()
+        gc.enable()
+        send = _reporter(report, nonce)
+        for answer in _answers(root, path, source, function, calls.split(b"\n")):
+            send(answer)
+        code = 0
+    finally:
+        leave(code)
+
+
+def _reporter(fd: int, nonce: bytes) -> Callable[[str], None]:
+    write, counter = os.write, iter(range(1 << 30))
+
+    def send(answer: str) -> None:
+        line = b"%s %d %s\n" % (nonce, next(counter), answer.encode("ascii"))
+        while line:
+            line = line[write(fd, line) :]
+
+    return send
+
+
+def _answers(
+    root: str, path: str, source: bytes | OSError, function: str, calls: list[bytes]
+) -> Iterator[str]:
+    """Yield one JSON object text per call."""
+    loads, describe, plain = json.loads, _describe, _plain_text
+    try:
+        call = getattr(_load(root, path, source), function)
+    except BaseException as error:  # noqa: BLE001 - foreign code may raise anything; it is the answer
+        problem = describe(error)
+        for _ in calls:
+            yield problem
+        return
+    for arguments in calls:
+        try:
+            answer = plain(call(*loads(arguments)))
+        except BaseException as error:  # noqa: BLE001 - as above
+            answer = describe(error)
+        yield answer
+
+
+def _load(root: str, path: str, source: bytes | OSError) -> types.ModuleType:
+    if isinstance(source, OSError):
+        raise source
+    name = path.rpartition("/")[2].removesuffix(".py")
+    module = types.ModuleType(name)
+    module.__file__ = path
+    sys.modules[name] = module
+    sys.path.insert(0, root)
+    exec(compile(source, path, "exec", dont_inherit=True), module.__dict__)
+    return module
+
+
+def _make_plain_text() -> Callable[[Any], str]:
+    dumps, isfinite, cap, max_depth = (
+        json.JSONEncoder(allow_nan=False).encode,
+        math.isfinite,
+        limits.VALUE,
+        limits.VALUE_DEPTH,
+    )
+
+    def check(value: Any, depth: int) -> None:
+        kind = type(value)
+        if kind is str or kind is int or kind is bool or kind is _NONE:
+            return
+        if kind is float:
+            if not isfinite(value):
+                raise ValueError(f"unsupported value {value!r}")
+        elif kind is not list and kind is not dict:
+            raise TypeError(f"unsupported type {kind.__name__}")
+        elif depth == 0:
+            raise ValueError("value nested too deeply")
+        elif kind is list:
+            for item in value:
+                check(item, depth - 1)
+        else:
+            for key, item in value.items():
+                if type(key) is not str:
+                    raise TypeError(f"unsupported type {type(key).__name__} of a key")
+                check(item, depth - 1)
+
+    def plain_text(value: Any) -> str:
+        check(value, max_depth)
+        text = dumps({"value": value})
+        if len(text) > cap:
+            raise ValueError("value too large")
+        return text
+
+    return plain_text
+
+
+def _make_describe() -> Callable[[BaseException], str]:
+    dumps, get_name, cap = json.JSONEncoder().encode, type.__dict__["__name__"].__get__, limits.ERROR_CHARS
+
+    def describe(error: BaseException) -> str:
+        name = get_name(type(error))
+        try:
+            message = " ".join(str(error).split())
+        except BaseException:  # noqa: BLE001 - foreign code again; the type is told
+            message = ""
+        return dumps({"error": (f"{name}: {message}" if message else name)[:cap]})
+
+    return describe
+
+
+_plain_text = _make_plain_text()
+_describe = _make_describe()
+
+
+def warm_up() -> None:
+    """Do once, before any fork, what every child does first: the compiler's first use takes milliseconds."""
+    namespace: dict[str, Any] = {}
+    exec(compile("def warm(x):\n    return [x + 1, 'a', {'b': 0.5}]\n", "warm", "exec"), namespace)
+    json.loads(_plain_text(namespace["warm"](1)))
+    _describe(ValueError("warm"))

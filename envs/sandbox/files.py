@@ -1,0 +1,106 @@
+"""File access for a runner, confined to its working directory.
+
+It runs inside the sandbox's own mounts, with the agent's rights, and only while no process of the agent is
+alive. The kernel resolves every path beneath the working directory (``openat2``), so a planted link leads
+nowhere else.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+import stat
+
+from hintloop.envs.sandbox import limits
+
+_SYS_OPENAT2 = 437
+_RESOLVE_NO_MAGICLINKS, _RESOLVE_BENEATH = 0x02, 0x08
+_MAX_DEPTH = 64
+"""Folders nested deeper are not listed."""
+_How = ctypes.c_uint64 * 3
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+def read(root: str, path: str) -> bytes:
+    """Content of a regular file. ``FileNotFoundError`` or another ``OSError``."""
+    fd = _open_beneath(root, path, os.O_RDONLY | os.O_NONBLOCK)
+    try:
+        info = os.fstat(fd)
+        if not stat.S_ISREG(info.st_mode):
+            raise PermissionError(f"not a regular file: {path[:200]!r}")
+        if info.st_size > limits.READ:
+            raise PermissionError(f"larger than {limits.READ} bytes: {path[:200]!r}")
+        return os.read(fd, info.st_size)
+    finally:
+        os.close(fd)
+
+
+def write(root: str, path: str, data: bytes) -> None:
+    """Write a regular file whole, making folders. ``OSError``."""
+    if len(data) > limits.WRITE:
+        raise PermissionError(f"more than {limits.WRITE} bytes for {path[:200]!r}")
+    flags = os.O_WRONLY | os.O_CREAT | os.O_NONBLOCK
+    try:
+        fd = _open_beneath(root, path, flags, 0o644)
+    except FileNotFoundError:
+        _make_folders(root, path)
+        fd = _open_beneath(root, path, flags, 0o644)
+    try:
+        if not stat.S_ISREG(os.fstat(fd).st_mode):
+            raise PermissionError(f"not a regular file: {path[:200]!r}")
+        os.ftruncate(fd, 0)
+        while data:
+            data = data[os.write(fd, data) :]
+    finally:
+        os.close(fd)
+
+
+def list_files(root: str) -> list[str]:
+    """Relative paths of all regular files, sorted, at most ``limits.LISTED_FILES``."""
+    found: list[str] = []
+    folders = [""]
+    while folders:
+        folder = folders.pop()
+        try:
+            entries = list(os.scandir(os.path.join(root, folder)))
+        except OSError:  # the agent has taken its own right to look
+            continue
+        for entry in entries:
+            path = os.path.join(folder, entry.name)
+            if entry.is_file(follow_symlinks=False):
+                found.append(os.fsencode(path).decode("utf-8", "replace"))
+            elif entry.is_dir(follow_symlinks=False) and path.count("/") < _MAX_DEPTH:
+                folders.append(path)
+    return sorted(found)[: limits.LISTED_FILES]
+
+
+def _make_folders(root: str, path: str) -> None:
+    """Make the folders that a file needs, each beneath the one before."""
+    parts = [part for part in path.split("/")[:-1] if part not in ("", ".")]
+    for count in range(1, len(parts) + 1):
+        parent = _open_beneath(root, "/".join(parts[: count - 1]) or ".", os.O_PATH | os.O_DIRECTORY)
+        try:
+            os.mkdir(parts[count - 1], 0o755, dir_fd=parent)
+        except FileExistsError:
+            continue
+        finally:
+            os.close(parent)
+
+
+def _open_beneath(root: str, path: str, flags: int, mode: int = 0) -> int:
+    """Open a relative path without leaving ``root``. ``PermissionError`` when it would."""
+    if not path or "\0" in path or path.startswith("/") or ".." in path.split("/"):
+        raise PermissionError(f"the path must be relative and without '..': {path[:200]!r}")
+    how = _How(flags | os.O_CLOEXEC, mode, _RESOLVE_BENEATH | _RESOLVE_NO_MAGICLINKS)
+    folder = os.open(root, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        fd = _libc.syscall(_SYS_OPENAT2, folder, os.fsencode(path), how, ctypes.sizeof(how))
+        number = ctypes.get_errno()
+    finally:
+        os.close(folder)
+    if fd >= 0:
+        return int(fd)
+    if number == errno.EXDEV:
+        raise PermissionError(f"outside of the working directory: {path[:200]!r}")
+    raise OSError(number, os.strerror(number), path[:200])

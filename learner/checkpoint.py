@@ -1,0 +1,135 @@
+"""Checkpoints: everything that an exact resume needs, there whole or not at all.
+
+``<folder>/v000042/`` holds ``model/`` (a loadable model folder, which is also what gets published),
+``teacher.safetensors`` (the moving average, if there is one), ``optimizer.pt`` and ``state.json``.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_model as load_tensors
+from safetensors.torch import save_model as save_tensors
+
+from hintloop.learner.models import no_progress_bar
+from hintloop.replay.storage import sync_folder, temporary_path
+
+_NAME = re.compile(r"v(\d{6,})")
+_WEIGHTS = ("*.safetensors", "*.bin", "*.index.json", "config.json", "generation_config.json")
+KEPT = 2
+
+
+@dataclass(frozen=True, slots=True)
+class State:
+    """Where a learner stands. JSON-able."""
+
+    step: int
+    """Optimizer steps done."""
+    version: int
+    """Version under which these weights are published."""
+    position: dict[str, Any] | None
+    """Of the ``GroupSource``; None at the beginning."""
+    elapsed_s: float
+    """Wall time spent so far, over all restarts."""
+    metadata: dict[str, Any]
+    """What is published with the version."""
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """A checkpoint on disk."""
+
+    folder: Path
+    state: State
+
+    @property
+    def model(self) -> Path:
+        """The model folder."""
+        return self.folder / "model"
+
+    def restore(self, optimizer: tuple[torch.optim.Optimizer, Any], teacher: Any | None) -> None:
+        """Load optimizer, scheduler, random state and, when both exist, the teacher's weights."""
+        saved = torch.load(self.folder / "optimizer.pt", weights_only=True)
+        optimizer[0].load_state_dict(saved["optimizer"])
+        optimizer[1].load_state_dict(saved["scheduler"])
+        torch.set_rng_state(saved["random"])
+        if teacher is not None and (weights := self.folder / "teacher.safetensors").exists():
+            load_tensors(teacher, weights)
+
+
+def newest(folder: Path) -> Checkpoint | None:
+    """The newest checkpoint, or None."""
+    found = _versions(folder)
+    if not found:
+        return None
+    path = folder / _name(found[-1])
+    return Checkpoint(path, State(**json.loads((path / "state.json").read_text())))
+
+
+def save(
+    folder: Path,
+    state: State,
+    *,
+    model: Any,
+    student: Path,
+    optimizer: tuple[torch.optim.Optimizer, Any],
+    teacher: Any | None,
+) -> Checkpoint:
+    """Write a checkpoint and then remove all but the newest ``KEPT``.
+
+    ``student`` is the folder the model came from; what is neither weights nor config there, such as the
+    tokenizer, goes along.
+    """
+    target = folder / _name(state.version)
+    folder.mkdir(parents=True, exist_ok=True)
+    for leftover in folder.glob(".*.tmp"):
+        shutil.rmtree(leftover)
+    temporary = temporary_path(target)
+    temporary.mkdir()
+    _save_model(model, student, temporary / "model")
+    if teacher is not None:
+        save_tensors(teacher, str(temporary / "teacher.safetensors"))
+    parts = {"optimizer": optimizer[0].state_dict(), "scheduler": optimizer[1].state_dict()}
+    torch.save({**parts, "random": torch.get_rng_state()}, temporary / "optimizer.pt")
+    (temporary / "state.json").write_text(json.dumps(asdict(state), allow_nan=False))
+    _sync(temporary)
+    os.replace(temporary, target)
+    sync_folder(folder)
+    for old in _versions(folder)[:-KEPT]:
+        shutil.rmtree(folder / _name(old))
+    return Checkpoint(target, state)
+
+
+def _save_model(model: Any, student: Path, folder: Path) -> None:
+    with no_progress_bar():
+        model.save_pretrained(folder)
+    for path in sorted(student.iterdir()):
+        if path.is_file() and not any(path.match(pattern) for pattern in _WEIGHTS):
+            shutil.copy2(path, folder / path.name)
+
+
+def _sync(folder: Path) -> None:
+    for path in folder.rglob("*"):
+        if path.is_file():
+            with path.open("rb") as file:
+                os.fsync(file.fileno())
+        else:
+            sync_folder(path)
+    sync_folder(folder)
+
+
+def _versions(folder: Path) -> list[int]:
+    if not folder.exists():
+        return []
+    return sorted(int(match[1]) for path in folder.iterdir() if (match := _NAME.fullmatch(path.name)))
+
+
+def _name(version: int) -> str:
+    return f"v{version:06d}"

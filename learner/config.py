@@ -1,0 +1,73 @@
+"""Settings of the learner."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+
+class LearnerConfig(BaseModel):
+    """How to train. One optimizer step takes ``groups_per_step`` groups and makes one version."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+    steps: int = Field(200, ge=0)
+    """Optimizer steps in all, over all restarts."""
+    epochs: int = Field(1, ge=1)
+    """Passes over a recorded journal; a live journal has one."""
+    max_minutes: float | None = Field(None, gt=0)
+    """Wall time in minutes, over all restarts, after which training ends; None for no limit."""
+    groups_per_step: int = Field(8, ge=1)
+    """Groups of episodes in one optimizer step."""
+    micro_batches: int = Field(4, ge=1)
+    """Forward and backward passes per step. Bounds memory; changes no gradient."""
+    learning_rate: float = Field(3e-4, gt=0)
+    """AdamW step size after the warm-up; constant from there on."""
+    warmup_steps: int = Field(5, ge=0)
+    """Steps of linear warm-up."""
+    max_grad_norm: float = Field(1.0, gt=0)
+    """Norm that the gradient of a step is clipped to."""
+    loss_type: Literal["dapo", "grpo", "bnpo", "dr_grpo", "cispo", "sapo", "luspo", "vespo"] = "dapo"
+    """Policy loss of the reward channel, as TRL names them."""
+    epsilon: float = Field(0.2, gt=0)
+    """Lower clip range of the probability ratio."""
+    epsilon_high: float = Field(0.28, gt=0)
+    """Upper clip range; for ``cispo`` the cap of the ratio itself, where 5 is usual."""
+    sampling_temperature: float = Field(1.0, gt=0)
+    """Temperature that the recorded log-probabilities were drawn at."""
+    alpha_sdpo: float = Field(0.1, ge=0)
+    """Weight of the hint channel; 0 switches it off, teacher included."""
+    jsd_beta: float = Field(0.5, ge=0, le=1)
+    """Divergence of the hint channel: 0 is KL(teacher || student), 1 is KL(student || teacher), else JSD."""
+    distill_temperature: float = Field(1.0, gt=0)
+    """Temperature of both distributions in the hint channel."""
+    teacher: Literal["ema", "frozen", "live"] = "ema"
+    """The hinted teacher: a moving average of the student, the start model, or the student itself."""
+    ema_rate: float = Field(0.05, ge=0, le=1)
+    """Share of the student that enters the moving average at each optimizer step."""
+    beta_replay: float = Field(0.1, ge=0)
+    """Weight of the preference channel; 0 switches it off, reference model included."""
+    dpo_beta: float = Field(0.1, gt=0)
+    """Inverse temperature of the preference loss."""
+    max_sites_per_step: int = Field(64, ge=1)
+    """Hint sites used per step; more are sampled down and counted."""
+    max_pairs_per_step: int = Field(32, ge=1)
+    """Preference pairs used per step; more are sampled down and counted."""
+    max_staleness: int | None = Field(4, ge=0)
+    """Versions that a sampled token may lag behind the weights being trained; None for no limit."""
+    publish_every: int = Field(1, ge=1)
+    """Steps between two checkpoints, each of which is published."""
+    keep_versions: int = Field(4, ge=1)
+    """Published versions that are kept."""
+    grad_norm_every: int = Field(20, ge=0)
+    """Steps between two measurements of each channel's own gradient norm, which cost a backward pass each;
+    0 for never."""
+    activation_checkpointing: bool = False
+    """Compute activations twice rather than keep them: less memory, more time."""
+    idle_timeout_s: float = Field(600.0, gt=0)
+    """Seconds without a new group after which a learner on a live journal gives up."""
+    threads: int = Field(1, ge=1)
+    """CPU threads of torch."""
+    seed: int = 0
+    """Seed of the sampling of sites and pairs, and of dropout where a model has any."""

@@ -1,0 +1,309 @@
+"""The learner's loop: take groups, train one step, write the checkpoint, publish; again.
+
+Left out on purpose: evaluation, schedules and several replicas. A step exists when its checkpoint does;
+only then is its version published. After a crash the learner goes on from the newest checkpoint, publishes
+what was checkpointed but not published, and cuts its own records back to the checkpoint, so no group is
+trained twice or lost.
+"""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import structlog
+import torch
+from transformers import AutoTokenizer, TrainerCallback
+
+from hintloop.learner import checkpoint as checkpoints
+from hintloop.learner.batch import BatchRules, StepBatch, build_step
+from hintloop.learner.config import LearnerConfig
+from hintloop.learner.models import SideModels, load_model, make_optimizer, probe
+from hintloop.learner.progress import Heartbeat, append_line, cut_lines
+from hintloop.learner.source import GroupSource, IdleTimeout
+from hintloop.learner.trainer import ThreeChannelTrainer
+from hintloop.replay.journal import Journal
+from hintloop.replay.weights import WeightStore
+
+_log = structlog.get_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class LearnerSummary:
+    """How a run of the learner ended."""
+
+    step: int
+    """Optimizer steps done, over all restarts."""
+    version: int
+    """Newest published version."""
+    episodes: int
+    """Episodes that went into these steps, unusable ones included."""
+    reason: str
+    """``steps``, ``max_minutes``, ``signal``, ``journal_end`` or ``idle``."""
+    seconds: float
+    """Wall time of this process in the loop."""
+
+
+def run_learner(
+    student: Path,
+    journal_uri: str,
+    weights_uri: str,
+    run_dir: Path,
+    config: LearnerConfig,
+    *,
+    follow: bool,
+    on_progress: Callable[[dict[str, Any]], None] | None = None,
+) -> LearnerSummary:
+    """Train ``student`` (a model folder) on a journal and publish versions, until there is a reason to end.
+
+    ``follow`` waits for more episodes at the end of the journal; otherwise that is read ``config.epochs``
+    times. ``on_progress`` gets each step's metrics. SIGTERM ends the run after the step in hand, when called
+    from the main thread. The last version's metadata has ``final: true``. Sets torch's number of threads.
+    ``ValueError`` when the weight store holds versions that ``run_dir`` knows nothing of.
+    """
+    torch.set_num_threads(config.threads)
+    with _sigterm() as stopped:
+        learner = _Learner(
+            student, Journal(journal_uri), WeightStore(weights_uri), run_dir, config, follow=follow
+        )
+        return learner.run(stopped, on_progress or (lambda _: None))
+
+
+class _Learner:
+    """One process's work on a run."""
+
+    def __init__(
+        self,
+        student: Path,
+        journal: Journal,
+        store: WeightStore,
+        run_dir: Path,
+        config: LearnerConfig,
+        *,
+        follow: bool,
+    ) -> None:
+        self._student, self._store, self._run_dir, self._config = student, store, run_dir, config
+        self._started = time.monotonic()
+        self._heartbeat = Heartbeat(run_dir / "status" / "learner.json")
+        self._heartbeat.beat("starting", step=0, version=0)
+        found = checkpoints.newest(run_dir / "checkpoints")
+        self._model = load_model(found.model if found else student)
+        self._optimizer = make_optimizer(self._model, config)
+        self._side = SideModels.of(load_model(student) if found else self._model, config)
+        self._trainer = ThreeChannelTrainer(
+            self._model,
+            AutoTokenizer.from_pretrained(student, local_files_only=True),
+            config,
+            self._batches(),
+            side=self._side,
+            optimizer=self._optimizer,
+            output_dir=run_dir / "checkpoints",
+            callbacks=[_Steps(self)],
+        )
+        if found:
+            found.restore(self._optimizer, self._moving_teacher)
+        self._resume(found, journal, follow=follow)
+
+    def _resume(self, found: checkpoints.Checkpoint | None, journal: Journal, *, follow: bool) -> None:
+        """Take up the state of a checkpoint, make one if there is none, and publish it if it is not."""
+        state = found.state if found else checkpoints.State(0, 0, None, 0.0, {})
+        cut_lines(self._metrics_path, state.step)
+        trained = cut_lines(self._trained_path, state.step)
+        self._episodes = sum(len(record["episodes"]) for record in trained)
+        self._step, self._version, self._position = state.step, state.version, state.position
+        self._elapsed_before = state.elapsed_s
+        epoch = state.position["epoch"] if state.position else 0
+        self._source = GroupSource(
+            journal,
+            position=state.position,
+            seen={group for record in trained if record["epoch"] == epoch for group in record["groups"]},
+            follow=follow,
+            epochs=self._config.epochs,
+            idle_timeout_s=self._config.idle_timeout_s,
+        )
+        self._timings = {"waiting": 0.0, "publishing": 0.0}
+        latest = self._store.latest()
+        if latest and latest.version > (found.state.version if found else -1):
+            raise ValueError(
+                f"{self._store.uri} holds version {latest.version}, but the newest checkpoint in "
+                f"{self._run_dir} is {found.state.version if found else 'missing'}; "
+                "use another weight store for another run"
+            )
+        if not found:
+            self._commit(final=False)
+            return
+        self._saved = found
+        if not latest or latest.version < found.state.version:
+            self._publish()
+
+    def run(
+        self, stopped: Callable[[], bool], on_progress: Callable[[dict[str, Any]], None]
+    ) -> LearnerSummary:
+        """Train until there is a reason to end, and make the last version final."""
+        self._stopped, self._on_progress = stopped, on_progress
+        self._reason = ""
+        if not self._over():
+            self._trainer.train()
+        reason = self._reason or self._over() or "journal_end"
+        saved = self._saved.state
+        if saved.step == self._step and not saved.metadata["final"]:
+            self._version += 1  # the same weights once more, to say that these are the last
+        if saved.step != self._step or not saved.metadata["final"]:
+            self._commit(final=True)
+        self._heartbeat.beat(f"ended: {reason}", step=self._step, version=self._version)
+        _log.info("learner.ended", reason=reason, step=self._step, version=self._version)
+        return LearnerSummary(
+            self._step, self._version, self._episodes, reason, time.monotonic() - self._started
+        )
+
+    def begin(self, state: Any) -> None:
+        """Let the trainer count on from the checkpoint."""
+        state.global_step = self._step
+
+    def end_step(self, control: Any) -> None:
+        """The weights have been updated: record, checkpoint and publish them."""
+        self._step += 1
+        self._version += 1
+        self._episodes += len(self._batch.episode_ids)
+        metrics = self._metrics()
+        append_line(self._trained_path, self._trained_record)
+        append_line(self._metrics_path, metrics)
+        final = bool(self._over()) or self._source.at_end()
+        if final or self._step % self._config.publish_every == 0:
+            self._commit(final=final)
+        control.should_training_stop |= final
+        self._on_progress(metrics)
+
+    def _batches(self) -> Iterator[StepBatch]:
+        """Steps, as the journal gives them."""
+        rules = self._rules()
+        while not self._over():
+            before = time.monotonic()
+            try:
+                groups = self._source.take(
+                    self._config.groups_per_step, stop=lambda: bool(self._over()), waiting=self._wait
+                )
+            except IdleTimeout as error:
+                _log.error("learner.idle", reason=str(error))
+                self._reason = "idle"
+                return
+            if not groups:
+                return
+            self._training_since = time.monotonic()
+            self._timings["waiting"] = self._training_since - before
+            self._heartbeat.beat(f"training step {self._step + 1}", step=self._step, version=self._version)
+            seed = (self._config.seed, self._step)
+            self._batch = build_step(groups, rules, version=self._version, seed=seed)
+            self._position = self._source.position
+            self._trained_record = {
+                "step": self._step + 1,
+                "epoch": self._source.epoch,
+                "groups": list(self._batch.group_ids),
+                "episodes": list(self._batch.episode_ids),
+            }
+            yield self._batch
+
+    def _rules(self) -> BatchRules:
+        config = self._config
+        return BatchRules(
+            vocabulary=self._model.config.get_text_config().vocab_size,
+            micro_batches=config.micro_batches,
+            max_staleness=config.max_staleness,
+            max_sites=config.max_sites_per_step if config.alpha_sdpo else 0,
+            max_pairs=config.max_pairs_per_step if config.beta_replay else 0,
+        )
+
+    def _wait(self) -> None:
+        self._heartbeat.beat("waiting for episodes", step=self._step, version=self._version)
+
+    def _over(self) -> str:
+        """Why to end now; empty to go on."""
+        limit = self._config.max_minutes
+        if self._step >= self._config.steps:
+            return "steps"
+        if limit is not None and self._elapsed() >= 60.0 * limit:
+            return "max_minutes"
+        return "signal" if self._stopped() else ""
+
+    def _elapsed(self) -> float:
+        return self._elapsed_before + time.monotonic() - self._started
+
+    def _metrics(self) -> dict[str, Any]:
+        return {
+            "step": self._step,
+            "version": self._version,
+            "time": time.time(),
+            **self._batch.counts,
+            "groups_repeated": self._source.repeated,
+            "segments_damaged": self._source.damaged,
+            **self._trainer.step_metrics(),
+            "seconds_waiting": self._timings["waiting"],
+            "seconds_training": time.monotonic() - self._training_since,
+            "seconds_publishing": self._timings["publishing"],
+        }
+
+    def _commit(self, *, final: bool) -> None:
+        """Checkpoint first, then publish."""
+        before = time.monotonic()
+        metadata = {"step": self._step, "final": final, "probe": probe(self._model)}
+        self._saved = checkpoints.save(
+            self._run_dir / "checkpoints",
+            checkpoints.State(self._step, self._version, self._position, self._elapsed(), metadata),
+            model=self._model,
+            student=self._student,
+            optimizer=self._optimizer,
+            teacher=self._moving_teacher,
+        )
+        self._publish()
+        self._timings["publishing"] = time.monotonic() - before
+
+    def _publish(self) -> None:
+        state = self._saved.state
+        self._heartbeat.beat(f"publishing version {state.version}", step=state.step, version=state.version)
+        self._store.publish(state.version, self._saved.model, metadata=state.metadata)
+        self._store.prune(self._config.keep_versions)
+
+    @property
+    def _moving_teacher(self) -> Any | None:
+        return self._side.teacher if self._config.teacher == "ema" else None
+
+    @property
+    def _metrics_path(self) -> Path:
+        return self._run_dir / "metrics" / "learner.jsonl"
+
+    @property
+    def _trained_path(self) -> Path:
+        return self._run_dir / "trained.jsonl"
+
+
+class _Steps(TrainerCallback):
+    """Tells the learner where the trainer is."""
+
+    def __init__(self, learner: _Learner) -> None:
+        self._learner = learner
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self._learner.begin(state)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self._learner.end_step(control)
+
+
+@contextmanager
+def _sigterm() -> Iterator[Callable[[], bool]]:
+    """Whether SIGTERM has come; never, outside the main thread, where no handler can be set."""
+    event = threading.Event()
+    if threading.current_thread() is not threading.main_thread():
+        yield event.is_set
+        return
+    before = signal.signal(signal.SIGTERM, lambda *_: event.set())
+    try:
+        yield event.is_set
+    finally:
+        signal.signal(signal.SIGTERM, before)

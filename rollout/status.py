@@ -1,0 +1,152 @@
+"""What the rollout side is doing, for people and for ``hintloop status``: one small file, ever rewritten."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import time
+from collections import Counter, deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import structlog
+
+from hintloop.agent.episode import EpisodeNotes
+from hintloop.replay.episode import Episode, Outcome
+
+_log = structlog.get_logger(__name__)
+
+BEAT_S = 0.5
+RECENT_GROUPS = 20
+RATE_WINDOW_S = 30.0
+MAX_REASONS = 50
+"""Reasons counted by name; the rest is counted as ``other``, so that the file stays small."""
+
+
+@dataclass(slots=True)
+class Board:
+    """Counts since the start of this process, and the state in words: who waits for whom."""
+
+    state: str = "starting"
+    since: float = field(default_factory=time.time)
+    evaluation: str | None = None
+    started_at: float = field(default_factory=time.time)
+    episodes: int = 0
+    in_flight: int = 0
+    waiting_for_environment: int = 0
+    """Episodes in flight that have no environment yet."""
+    groups_started: int = 0
+    groups_dropped: int = 0
+    lost: Counter[str] = field(default_factory=Counter)
+    hint_sites: int = 0
+    pairs: int = 0
+    dropped_sites: Counter[str] = field(default_factory=Counter)
+    render_failures: int = 0
+    tool_errors: Counter[str] = field(default_factory=Counter)
+    details: dict[str, Callable[[], Any]] = field(default_factory=dict)
+    """Further entries by name, computed at each beat."""
+    _recent: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT_GROUPS))
+    _finished_at: deque[float] = field(default_factory=lambda: deque(maxlen=4096))
+
+    def say(self, state: str) -> None:
+        """Set the state; ``since`` stays when it is the same."""
+        if state != self.state:
+            self.state, self.since = state, time.time()
+
+    def lose(self, reason: str) -> None:
+        """Count a lost episode."""
+        _count(self.lost, reason, 1)
+
+    def episode_done(self, episode: Episode, notes: EpisodeNotes) -> None:
+        """Count a finished episode."""
+        self.episodes += 1
+        self._finished_at.append(time.monotonic())
+        self.hint_sites += len(episode.hint_sites)
+        self.render_failures += notes.render_failures
+        for reason, count in notes.dropped_sites.items():
+            _count(self.dropped_sites, reason, count)
+        for kind, count in notes.errors.items():
+            _count(self.tool_errors, kind, count)
+
+    def group_done(self, group: list[Episode]) -> None:
+        """Count a group that is in the journal."""
+        self.pairs += sum(len(episode.pairs) for episode in group)
+        solved = sum(episode.outcome is Outcome.SOLVED for episode in group)
+        self._recent.append(solved / len(group))
+
+    @property
+    def success_rate(self) -> float | None:
+        """Share of solved episodes in the last groups; None before the first."""
+        return sum(self._recent) / len(self._recent) if self._recent else None
+
+    @property
+    def episodes_per_s(self) -> float:
+        """Finished episodes per second, over the last half minute."""
+        now = time.monotonic()
+        while self._finished_at and now - self._finished_at[0] > RATE_WINDOW_S:
+            self._finished_at.popleft()
+        if len(self._finished_at) < 2:
+            return 0.0
+        return len(self._finished_at) / max(now - self._finished_at[0], 1e-6)
+
+    def _words(self) -> str:
+        state = self.state
+        if 0 < self.in_flight == self.waiting_for_environment:
+            state += "; all of them wait for the environment server"
+        return state if self.evaluation is None else f"{state}; {self.evaluation}"
+
+    def snapshot(self) -> dict[str, Any]:
+        """Everything as JSON data."""
+        return {
+            "updated": time.time(),
+            "pid": os.getpid(),
+            "started_at": self.started_at,
+            "state": self._words(),
+            "since": self.since,
+            "episodes": self.episodes,
+            "episodes_per_s": round(self.episodes_per_s, 2),
+            "success_rate": self.success_rate,
+            "in_flight": self.in_flight,
+            "waiting_for_environment": self.waiting_for_environment,
+            "groups_started": self.groups_started,
+            "groups_dropped": self.groups_dropped,
+            "lost": dict(self.lost),
+            "hint_sites": self.hint_sites,
+            "pairs": self.pairs,
+            "dropped_sites": dict(self.dropped_sites),
+            "render_failures": self.render_failures,
+            "tool_errors": dict(self.tool_errors),
+            **{name: read() for name, read in self.details.items()},
+        }
+
+
+async def beat(board: Board, path: Path) -> None:
+    """Write the board to ``path`` until cancelled."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    while True:
+        try:
+            write_json(path, board.snapshot())
+        except OSError as error:
+            _log.warning("status_not_written", path=str(path), error=str(error))
+        await asyncio.sleep(BEAT_S)
+
+
+def write_json(path: Path, data: dict[str, Any]) -> None:
+    """Replace ``path`` in one piece; a reader never sees half of it."""
+    part = path.with_name(f".{path.name}.{os.getpid()}")
+    part.write_text(json.dumps(data))
+    part.replace(path)
+
+
+def append_line(path: Path, data: dict[str, Any]) -> None:
+    """Append one JSON line in one write."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a") as file:
+        file.write(json.dumps(data) + "\n")
+
+
+def _count(counter: Counter[str], name: str, by: int) -> None:
+    counter[name if name in counter or len(counter) < MAX_REASONS else "other"] += by

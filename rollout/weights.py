@@ -1,0 +1,129 @@
+"""Bringing the engine to the newest weights, while it goes on sampling.
+
+A version counts as loaded only after the engine has reproduced the log-probabilities that the learner
+published with it; an engine that computes something else than the learner is not sampled from for long.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import structlog
+
+from hintloop.replay.weights import DigestMismatch
+
+PROBE_TOLERANCE = 1e-3
+"""Largest difference of a log-probability, nats."""
+
+Score = Callable[[Sequence[int]], Awaitable[list[float]]]
+"""Token ids -> log-probability of each one after the first, given those before it, at temperature 1."""
+
+
+class Manifest(Protocol):
+    """What a published version says of itself; ``hintloop.replay.weights.Manifest`` is one."""
+
+    @property
+    def version(self) -> int: ...
+    @property
+    def metadata(self) -> dict[str, Any]: ...
+
+
+class Store(Protocol):
+    """Where versions come from; ``hintloop.replay.weights.WeightStore`` is one."""
+
+    def latest(self) -> Manifest | None: ...
+    def fetch(self, version: int, cache: Path, /) -> Path: ...
+
+
+class Loads(Protocol):
+    """The part of an engine that takes weights."""
+
+    async def load_weights(self, folder: Path, version: int) -> None: ...
+
+
+class WeightsRefused(Exception):
+    """The engine does not compute what the learner says these weights give."""
+
+
+class NoWeights(Exception):
+    """Nobody has published weights in time."""
+
+
+_log = structlog.get_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Fetched:
+    """A version that lies in the cache."""
+
+    version: int
+    folder: Path
+    final: bool
+    """The learner has said that no other version follows."""
+    metadata: dict[str, Any]
+
+
+async def first_version(store: Store, cache: Path, *, poll_s: float, timeout_s: float) -> Fetched:
+    """The newest version, waiting for the first one. Raises ``NoWeights``."""
+    deadline = time.monotonic() + timeout_s
+    while True:
+        newest = await _newest(store, cache, after=-1)
+        if newest is not None:
+            return newest
+        if time.monotonic() >= deadline:
+            raise NoWeights(f"no weights were published within {timeout_s:g} s; is the learner running?")
+        await asyncio.sleep(poll_s)
+
+
+async def next_version(store: Store, cache: Path, *, after: int, poll_s: float) -> Fetched:
+    """The newest version once there is one after ``after``. Waits without end: pacing has the deadline."""
+    while True:
+        newest = await _newest(store, cache, after=after)
+        if newest is not None:
+            return newest
+        await asyncio.sleep(poll_s)
+
+
+async def check_probe(fetched: Fetched, score: Score | None) -> float | None:
+    """Compare the engine with the version's probe; the largest difference, or None without a comparison.
+
+    The probe is ``{"token_ids": [...], "logprobs": [...]}``, with one log-probability for each token after
+    the first. Raises ``WeightsRefused``.
+    """
+    probe = fetched.metadata.get("probe")
+    if probe is None or score is None:
+        return None
+    ours = await score([int(token) for token in probe["token_ids"]])
+    theirs = probe["logprobs"]
+    if len(ours) != len(theirs):
+        raise WeightsRefused(
+            f"version {fetched.version}: its probe has {len(theirs)} values for {len(ours)} tokens"
+        )
+    differences = [abs(a - b) for a, b in zip(ours, theirs, strict=True)]
+    worst = math.nan if any(map(math.isnan, differences)) else max(differences, default=0.0)
+    if not worst <= PROBE_TOLERANCE:
+        raise WeightsRefused(
+            f"version {fetched.version}: the engine's log-probabilities differ from the learner's "
+            f"by {worst:.2g} nats"
+        )
+    return worst
+
+
+async def _newest(store: Store, cache: Path, *, after: int) -> Fetched | None:
+    manifest = await asyncio.to_thread(store.latest)
+    if manifest is None or manifest.version <= after:
+        return None
+    try:
+        folder = await asyncio.to_thread(store.fetch, manifest.version, cache)
+    except (OSError, DigestMismatch) as error:
+        # Pruned meanwhile, or a storage that fails for now: whoever waits has a deadline of his own.
+        _log.warning("weights_not_fetched", version=manifest.version, error=repr(error))
+        return None
+    final = bool(manifest.metadata.get("final"))
+    return Fetched(manifest.version, folder, final, manifest.metadata)

@@ -1,0 +1,87 @@
+"""Tiers of tests that need something a machine may lack, and where shared data lies.
+
+A test of a tier is skipped, with the reason, where the resource is missing; it fails instead when the
+environment variable ``HINTLOOP_REQUIRE`` (tiers, separated by commas) says that this machine has it. Slow
+tests run only when they are asked for that way.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shutil
+import subprocess
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+
+
+def _lacks_docker() -> str | None:
+    if shutil.which("docker") is None:
+        return "there is no docker command"
+    asked = subprocess.run(["docker", "info"], capture_output=True, text=True, timeout=20, check=False)
+    return None if asked.returncode == 0 else f"no Docker engine answers: {asked.stderr.strip()[-200:]}"
+
+
+def _lacks_vllm() -> str | None:
+    python = os.environ.get("HINTLOOP_VLLM_PYTHON")
+    if python is None:
+        return "HINTLOOP_VLLM_PYTHON names no Python that has vLLM"
+    return None if shutil.which(python) else f"HINTLOOP_VLLM_PYTHON: {python} is no program"
+
+
+def _lacks_gpu() -> str | None:
+    if importlib.util.find_spec("torch") is None:
+        return "torch is not installed"
+    import torch
+
+    return None if torch.accelerator.is_available() else "there is no accelerator"
+
+
+def _lacks_time() -> str | None:
+    return None if "slow" in _required() else "slow; HINTLOOP_REQUIRE=slow runs it"
+
+
+TIERS: dict[str, Callable[[], str | None]] = {
+    "docker": cache(_lacks_docker),
+    "vllm": cache(_lacks_vllm),
+    "gpu": cache(_lacks_gpu),
+    "slow": _lacks_time,
+}
+"""Marker -> what is missing, or None."""
+
+
+def _required() -> set[str]:
+    return {name.strip() for name in os.environ.get("HINTLOOP_REQUIRE", "").split(",") if name.strip()}
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if unknown := _required() - TIERS.keys():
+        raise pytest.UsageError(f"HINTLOOP_REQUIRE: no tier {', '.join(sorted(unknown))}")
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    for name, missing in TIERS.items():
+        if item.get_closest_marker(name) and (reason := missing()):
+            if name in _required():
+                pytest.fail(f"HINTLOOP_REQUIRE has {name}, but {reason}", pytrace=False)
+            pytest.skip(reason)
+
+
+@pytest.fixture(scope="session")
+def repository() -> Path:
+    """The root of the source tree."""
+    return ROOT
+
+
+@pytest.fixture(scope="session")
+def shared_data() -> Path:
+    """The folder of third-party sample data; skips where there is none."""
+    folder = Path(os.environ.get("HINTLOOP_DATA", ROOT.parent / "shared" / "data"))
+    if not folder.is_dir():
+        pytest.skip(f"no shared data in {folder}; HINTLOOP_DATA names the folder")
+    return folder

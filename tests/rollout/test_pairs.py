@@ -1,0 +1,164 @@
+"""Preference pairs: agreement is about actions, and nobody waits for a teacher beyond the deadline."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hintloop.agent.engine import Sampling
+from hintloop.agent.episode import EpisodeSpec
+from hintloop.envs.models import ToolCall
+from hintloop.replay.episode import Episode, PreferencePair
+from hintloop.rollout.expert_server import completion
+from hintloop.rollout.pairs import AskRule, PairCounts, PairMaker, agree, canonical
+from hintloop.rollout.teachers import Teacher, TeacherAnswer, TeacherSpec
+
+GOOD = ToolCall(name="read_file", arguments={"path": "solution.py"})
+SUBMIT = ToolCall(name="submit", arguments={})
+RULE = AskRule(agree=1, ask_probability=0.0, max_asks=3, deadline_s=2.0)
+
+Expert = Callable[[Sequence[Any]], ToolCall | None]
+
+
+def answer(name: str, call: ToolCall | None) -> TeacherAnswer:
+    return TeacherAnswer(name, call, None if call else "failed", 0.0, 0.1)
+
+
+def test_the_order_of_arguments_makes_no_difference() -> None:
+    one = ToolCall(name="edit_file", arguments={"path": "a", "line": 1})
+    other = ToolCall(name="edit_file", arguments={"line": 1, "path": "a"})
+    assert canonical(one) == canonical(other)
+    assert canonical(one) != canonical(ToolCall(name="edit_file", arguments={"line": "1", "path": "a"}))
+
+
+@given(st.lists(st.sampled_from(["a", "b", "c", None]), max_size=6), st.integers(1, 4))
+def test_agreement_needs_enough_equal_actions(names: list[str | None], threshold: int) -> None:
+    answers = [answer(f"t{i}", ToolCall(name=name) if name else None) for i, name in enumerate(names)]
+    agreed = agree(answers, threshold)
+    best = max((names.count(name) for name in names if name), default=0)
+    assert (agreed is not None) == (best >= threshold)
+    if agreed is not None:
+        assert len(agreed.teachers) == best == names.count(agreed.call.name)
+
+
+def play(
+    player: Any, world: Any, experts: dict[str, Expert], rule: AskRule = RULE, hang: float = 0.0
+) -> tuple[Episode, tuple[PreferencePair, ...], PairCounts, float]:
+    """One episode with its pairs; the seconds spent waiting for teachers after it."""
+
+    async def run() -> tuple[Episode, tuple[PreferencePair, ...], PairCounts, float]:
+        async def reply(request: httpx.Request) -> httpx.Response:
+            await asyncio.sleep(hang)
+            return httpx.Response(200, json=completion([], experts[request.url.host]([])))
+
+        counts = PairCounts()
+        async with httpx.AsyncClient(transport=httpx.MockTransport(reply)) as client:
+            specs = [TeacherSpec(name=name, base_url=f"http://{name}/v1", model="m") for name in experts]
+            teachers = [Teacher(spec, client, timeout_s=30, attempts=1, in_flight=4) for spec in specs]
+            maker = PairMaker("e0", teachers, rule, counts)
+            async with world.session() as env:
+                played = await player.play(
+                    env, EpisodeSpec("e0", "g0", "bugfix/x"), Sampling(1.0, 400), maker.on_turn
+                )
+            started = time.monotonic()
+            pairs = await maker.pairs()
+            return played.episode, pairs, counts, time.monotonic() - started
+
+    return asyncio.run(run())
+
+
+def test_a_turn_with_an_error_becomes_a_pair(make_player: Any, world: Any) -> None:
+    episode, (pair,), counts, _ = play(make_player(), world(), {"one": lambda messages: GOOD})
+    turn = episode.turns[pair.turn]
+    assert turn.error_kind == "file_not_found"
+    assert pair.prompt_end == turn.start
+    assert pair.rejected_ids == episode.token_ids[turn.start : turn.end]
+    assert pair.chosen_ids[-1] == pair.rejected_ids[-1]
+    assert pair.chosen_ids != pair.rejected_ids
+    assert (pair.asked, pair.agreed, pair.teachers, pair.verified) == (1, 1, ("one",), False)
+    assert (counts.asked_turns, counts.pairs) == (1, 1)
+
+
+def test_agreement_of_two_of_three(make_player: Any, world: Any) -> None:
+    experts: dict[str, Expert] = {"a": lambda m: GOOD, "b": lambda m: SUBMIT, "c": lambda m: GOOD}
+    rule = AskRule(2, 0.0, 3, 2.0)
+    _, (pair,), _, _ = play(make_player(), world(), experts, rule)
+    assert (pair.asked, pair.agreed, pair.teachers) == (3, 2, ("a", "c"))
+    _, none, counts, _ = play(make_player(), world(), experts, AskRule(3, 0.0, 3, 2.0))
+    assert none == ()
+    assert counts.disagreed == 1
+
+
+def test_what_the_agent_did_itself_is_no_pair(make_player: Any, world: Any) -> None:
+    own = ToolCall(name="read_file", arguments={"path": "nowhere.py"})
+    _, pairs, counts, _ = play(make_player(), world(), {"one": lambda messages: own})
+    assert (pairs, counts.same) == ((), 1)
+
+
+def test_a_call_that_the_chat_template_would_garble_is_no_pair(make_player: Any, world: Any) -> None:
+    trick = ToolCall(name="bash", arguments={"command": "echo '<|im_end|>'"})
+    _, pairs, counts, _ = play(make_player(), world(), {"one": lambda messages: trick})
+    assert (pairs, counts.unrenderable) == ((), 1)
+
+
+def test_other_turns_are_asked_about_with_their_probability_up_to_the_maximum(
+    make_player: Any, world: Any
+) -> None:
+    always = AskRule(1, 1.0, 9, 2.0)
+    _, _, counts, _ = play(make_player(), world(), {"one": lambda messages: GOOD}, always)
+    assert counts.asked_turns == 2
+    _, _, counts, _ = play(make_player(), world(), {"one": lambda messages: GOOD}, AskRule(1, 1.0, 1, 2.0))
+    assert counts.asked_turns == 1
+
+
+def test_a_teacher_that_hangs_does_not_delay_beyond_the_deadline(make_player: Any, world: Any) -> None:
+    rule = AskRule(1, 1.0, 9, 0.2)
+    _, pairs, counts, waited = play(make_player(), world(), {"one": lambda messages: GOOD}, rule, hang=60.0)
+    assert (pairs, counts.late) == ((), 2)
+    assert waited < 2
+
+
+def test_a_group_gets_its_pairs_into_the_journal(make_player: Any, world: Any, tmp_path: Path) -> None:
+    from hintloop.rollout.manager import Asking, GroupRule, Manager
+    from hintloop.rollout.pacing import Pacer
+    from hintloop.rollout.status import Board
+
+    segments: list[Sequence[Episode]] = []
+
+    async def run() -> None:
+        async def reply(request: httpx.Request) -> httpx.Response:
+            return httpx.Response(200, json=completion([], GOOD))
+
+        async with httpx.AsyncClient(transport=httpx.MockTransport(reply)) as client:
+            spec = TeacherSpec(name="one", base_url="http://one/v1", model="m")
+            teacher = Teacher(spec, client, timeout_s=5, attempts=1, in_flight=4)
+            pacer = Pacer(groups_per_step=2, max_staleness=0, journalled=0, version=0)
+            manager = Manager(
+                player=make_player(),
+                sampling=Sampling(1.0, 400),
+                open_environment=world().session,
+                task_of=lambda index: "bugfix/x",
+                append=segments.append,
+                pacer=pacer,
+                rule=GroupRule(3, 6, 3, 3, 10.0),
+                board=Board(),
+                metrics=tmp_path / "metrics.jsonl",
+                asking=Asking([teacher], RULE),
+            )
+            playing = asyncio.create_task(manager.run(set()))
+            while pacer.journalled < 2 and not playing.done():  # noqa: ASYNC110 - nothing announces it
+                await asyncio.sleep(0.005)
+            playing.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await playing
+
+    asyncio.run(run())
+    assert [len(episode.pairs) for segment in segments for episode in segment] == [1] * 6

@@ -1,0 +1,347 @@
+"""The whole rollout process on a real environment server, with a scripted policy and a stand-in learner."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from hintloop.agent.policy import load_renderer
+from hintloop.envs import tasksets  # noqa: F401 - registers the bundled sets
+from hintloop.envs.task import get_task, load_taskset
+from hintloop.replay.episode import Episode, Outcome
+from hintloop.replay.journal import Journal
+from hintloop.replay.weights import WeightStore
+from hintloop.rollout.config import EvaluationConfig, RolloutConfig, TeachersConfig
+from hintloop.rollout.engines.scripted import ScriptedEngine
+from hintloop.rollout.manager import choose_task, group_id
+from hintloop.rollout.pacing import LearnerSilent
+from hintloop.rollout.run import Agent, RolloutSummary, run_rollout
+from hintloop.rollout.teachers import TeacherSpec
+from hintloop.rollout.weights import Fetched, NoWeights, WeightsRefused
+
+SEED = 5
+FAILING = '<tool_call>\n{"name": "read_file", "arguments": {"path": "nowhere.py"}}\n</tool_call>'
+SUBMIT = '<tool_call>\n{"name": "submit", "arguments": {}}\n</tool_call>'
+SERVER = """
+import sys
+from pathlib import Path
+from hintloop.envs import tasksets
+from hintloop.envs.task import load_taskset
+from hintloop.envs.sandbox.local import LocalProvider
+from hintloop.envs.server import serve
+load_taskset("bugfix")
+serve(LocalProvider(), port=0, max_sessions=12, ready_file=Path(sys.argv[1]))
+"""
+
+
+@contextlib.contextmanager
+def served(*commands: list[str], folder: Path) -> Iterator[list[str]]:
+    """Start servers side by side, each with a ready file as its last argument; their URLs."""
+    files = [folder / f"url{number}" for number in range(len(commands))]
+    started = [
+        subprocess.Popen([sys.executable, *command, str(file)])
+        for command, file in zip(commands, files, strict=True)
+    ]
+    try:
+        deadline = time.monotonic() + 60
+        while not all(file.exists() for file in files):
+            assert all(process.poll() is None for process in started), "a server did not start"
+            assert time.monotonic() < deadline, "a server is not ready after a minute"
+            time.sleep(0.05)
+        yield [file.read_text().strip() for file in files]
+    finally:
+        for process in started:
+            process.terminate()
+        for process in started:
+            process.wait(30)
+
+
+@pytest.fixture(scope="module")
+def urls(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[str]]:
+    expert = ["-m", "hintloop.rollout.expert_server", "--ready-file"]
+    with served(["-c", SERVER], expert, folder=tmp_path_factory.mktemp("servers")) as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def env_url(urls: list[str]) -> str:
+    return urls[0]
+
+
+@pytest.fixture(scope="module")
+def expert_url(urls: list[str]) -> str:
+    return urls[1]
+
+
+def splits() -> dict[str, list[str]]:
+    return {name: list(ids) for name, ids in load_taskset("bugfix").splits().items()}
+
+
+def script(session: str, turn: int) -> str:
+    """One error; then half of the episodes write the reference solution, and all submit."""
+    if turn != 1 or not session.startswith("g"):
+        return FAILING if turn == 0 else SUBMIT
+    index, number = int(session[1:7]), int(session.split("-")[1].split(".")[0])
+    if number % 2:
+        return SUBMIT
+    solution = get_task(choose_task(splits()["train"], SEED, index)).solution["solution.py"]
+    arguments = {"path": "solution.py", "content": solution}
+    return f"<tool_call>\n{json.dumps({'name': 'write_file', 'arguments': arguments})}\n</tool_call>"
+
+
+class Learner(threading.Thread):
+    """Takes ``per_step`` groups for a version, as the learner does; the last version is final."""
+
+    def __init__(self, folder: Path, student: Path, *, per_step: int, last: int) -> None:
+        super().__init__(daemon=True)
+        self.store = WeightStore(folder / "weights")
+        self.journal = Journal(folder / "journal")
+        self.student, self.per_step, self.last = student, per_step, last
+        self.stop = threading.Event()
+        if self.store.latest() is None:
+            self.store.publish(0, student, metadata={})
+
+    def run(self) -> None:
+        latest = self.store.latest()
+        assert latest is not None
+        version = latest.version
+        while version < self.last and not self.stop.wait(0.02):
+            if len(self.journal.segments()) >= (version + 1) * self.per_step:
+                version += 1
+                self.store.publish(version, self.student, metadata={"final": version == self.last})
+
+
+def rollout(folder: Path, url: str, student: Path, **changes: Any) -> RolloutSummary:
+    chat = load_renderer(student)
+    stop = chat.renderer.get_stop_token_ids()[0]
+
+    def load(first: Fetched) -> Agent:
+        assert (first.folder / "tokenizer.json").is_file()
+        seconds = changes.get("seconds_per_turn", 0.0)
+        engine = ScriptedEngine(
+            chat.tokenizer, script, stop_id=stop, version=first.version, seconds_per_turn=seconds
+        )
+        return Agent(engine, chat)
+
+    return run_rollout(
+        run_dir=folder,
+        journal_uri=str(folder / "journal"),
+        weights_uri=str(folder / "weights"),
+        env_url=url,
+        splits=splits(),
+        model="student",
+        env="coding",
+        seed=SEED,
+        config=RolloutConfig(
+            group_size=4,
+            groups_per_step=2,
+            max_staleness=1,
+            episodes_in_flight=8,
+            max_new_tokens=2000,
+            max_tokens=6000,
+            poll_s=0.02,
+            idle_timeout_s=changes.get("idle_timeout_s", 30.0),
+        ),
+        evaluation=EvaluationConfig(
+            splits=("heldfn",), num_tasks=4, num_tasks_during=2, during=(2,), temperatures=(0.0,), in_flight=4
+        ),
+        teachers=changes.get("teachers", TeachersConfig()),
+        load_agent=load,
+    )
+
+
+def journalled(folder: Path) -> list[Episode]:
+    return Journal(folder / "journal").reader().poll()
+
+
+def test_a_run_from_the_first_weights_to_the_last(
+    env_url: str, expert_url: str, student_folder: Path, tmp_path: Path
+) -> None:
+    learner = Learner(tmp_path, student_folder, per_step=2, last=4)
+    learner.start()
+    teachers = TeachersConfig(
+        teachers=(TeacherSpec(name="expert", base_url=f"{expert_url}/v1", model="expert"),)
+    )
+    summary = rollout(tmp_path, env_url, student_folder, teachers=teachers)
+    learner.join(10)
+
+    assert (summary.stopped, summary.version, summary.lost) == ("final", 4, {})
+    episodes = journalled(tmp_path)
+    groups = sorted({episode.group_id for episode in episodes})
+    assert len(groups) == summary.groups >= 8
+    assert len(episodes) == 4 * len(groups)
+    for episode in episodes:
+        solved = int(episode.episode_id.split("-")[1]) % 2 == 0
+        assert episode.outcome is (Outcome.SOLVED if solved else Outcome.FAILED)
+        assert episode.reward == float(solved)
+        assert [site.kind for site in episode.hint_sites] == ["file_not_found"]
+        assert any('"path": "solution.py"' in pair.chosen_text for pair in episode.pairs)
+    for place, episode in enumerate(episodes):  # the learner takes two groups of four for a version, in order
+        started = min(version for version in episode.policy_versions if version >= 0)
+        assert place // 4 // 2 - started <= 1
+    rows = [json.loads(line) for line in (tmp_path / "evaluation.jsonl").read_text().splitlines()]
+    assert [(row["label"], row["n"], row["lost"]) for row in rows] == [
+        ("before", 4, 0),
+        ("during", 2, 0),
+        ("after", 4, 0),
+    ]
+    assert (rows[0]["version"], rows[2]["version"]) == (0, 4)
+    assert rows[1]["version"] >= 2
+    status = json.loads((tmp_path / "status" / "rollout.json").read_text())
+    assert status["state"] == "finished"
+    assert status["groups_journalled"] == len(groups)
+    assert status["teachers"]["pairs"] >= len(episodes)
+    assert len(list((tmp_path / "cache" / "weights").glob("v*"))) <= 2
+    assert len((tmp_path / "metrics" / "rollout.jsonl").read_text().splitlines()) == len(groups)
+
+
+def test_a_stopped_run_goes_on_where_the_journal_ends(
+    env_url: str, student_folder: Path, tmp_path: Path
+) -> None:
+    first = Learner(tmp_path, student_folder, per_step=2, last=2)
+    first.start()
+    first.join(0.1)
+
+    def stop_soon() -> None:
+        deadline = time.monotonic() + 60
+        while len(first.journal.segments()) < 3 and time.monotonic() < deadline:
+            time.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    first.last = 100  # it goes on for as long as it is let
+    stopper = threading.Thread(target=stop_soon)
+    stopper.start()
+    stopped = rollout(tmp_path, env_url, student_folder)
+    stopper.join()
+    first.stop.set()
+    first.join(10)
+    assert stopped.stopped == "signal"
+    before = {episode.episode_id for episode in journalled(tmp_path)}
+
+    latest = first.store.latest()
+    assert latest is not None
+    second = Learner(tmp_path, student_folder, per_step=2, last=latest.version + 3)
+    second.start()
+    summary = rollout(tmp_path, env_url, student_folder)
+    second.join(10)
+
+    episodes = journalled(tmp_path)
+    ids = [episode.episode_id for episode in episodes]
+    groups = sorted({episode.group_id for episode in episodes})
+    assert summary.stopped == "final"
+    assert before < set(ids)
+    assert len(ids) == len(set(ids)) == 4 * len(groups)
+    assert groups[: 2 * summary.version] == [group_id(index) for index in range(2 * summary.version)]
+    rows = [json.loads(line) for line in (tmp_path / "evaluation.jsonl").read_text().splitlines()]
+    assert [row["label"] for row in rows].count("before") == 1
+
+
+@pytest.fixture(scope="module")
+def tiny_model(student_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An untrained model of one layer, with the student's tokenizer and settings."""
+    folder = tmp_path_factory.mktemp("model") / "student"
+    shutil.copytree(student_folder, folder)
+    vocabulary = len(load_renderer(folder).tokenizer)
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "head_dim": 8}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "tie_word_embeddings": True}
+    Qwen3ForCausalLM(Qwen3Config(vocab_size=vocabulary, **sizes, **heads)).float().save_pretrained(folder)
+    return folder
+
+
+def probe_of(folder: Path) -> dict[str, list[float]]:
+    model = Qwen3ForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    ids = torch.arange(20)[None]
+    with torch.no_grad():
+        logprobs = model(ids).logits[0, :-1].log_softmax(-1).gather(1, ids[0, 1:, None])[:, 0]
+    return {"token_ids": [float(i) for i in range(20)], "logprobs": logprobs.tolist()}
+
+
+def local_rollout(folder: Path, url: str) -> RolloutSummary:
+    return run_rollout(
+        run_dir=folder,
+        journal_uri=str(folder / "journal"),
+        weights_uri=str(folder / "weights"),
+        env_url=url,
+        splits=splits(),
+        model="student",
+        env="coding",
+        seed=SEED,
+        config=RolloutConfig(
+            group_size=2,
+            groups_per_step=1,
+            episodes_in_flight=8,
+            max_new_tokens=8,
+            max_tokens=900,
+            poll_s=0.02,
+            idle_timeout_s=30.0,
+            engine_slots=8,
+        ),
+        evaluation=EvaluationConfig(splits=("heldfn",), num_tasks=2, temperatures=(1.0,), in_flight=2),
+        teachers=TeachersConfig(),
+    )
+
+
+def test_the_local_engine_follows_weights_that_it_can_reproduce(
+    env_url: str, tiny_model: Path, tmp_path: Path
+) -> None:
+    store = WeightStore(tmp_path / "weights")
+    probe = probe_of(tiny_model)
+    store.publish(0, tiny_model, metadata={"probe": probe, "final": False})
+
+    def learn() -> None:
+        journal = Journal(tmp_path / "journal")
+        deadline = time.monotonic() + 60
+        while not journal.segments() and time.monotonic() < deadline:
+            time.sleep(0.02)
+        store.publish(1, tiny_model, metadata={"probe": probe, "final": True})
+
+    learner = threading.Thread(target=learn)
+    learner.start()
+    summary = local_rollout(tmp_path, env_url)
+    learner.join()
+    assert (summary.stopped, summary.version, summary.lost) == ("final", 1, {})
+    for episode in journalled(tmp_path):
+        sampled = [value for value, mask in zip(episode.logprobs, episode.loss_mask, strict=True) if mask]
+        assert sampled
+        assert all(value < 0 for value in sampled)
+        assert episode.outcome is Outcome.TRUNCATED
+        assert len(episode.hint_sites) >= 5
+
+
+def test_weights_that_the_engine_cannot_reproduce_are_refused(
+    env_url: str, tiny_model: Path, tmp_path: Path
+) -> None:
+    probe = probe_of(tiny_model)
+    probe["logprobs"][3] += 0.01
+    WeightStore(tmp_path / "weights").publish(0, tiny_model, metadata={"probe": probe})
+    with pytest.raises(WeightsRefused, match="version 0"):
+        local_rollout(tmp_path, env_url)
+
+
+def test_a_learner_that_falls_silent_ends_the_run_with_a_message(
+    env_url: str, student_folder: Path, tmp_path: Path
+) -> None:
+    Learner(tmp_path, student_folder, per_step=2, last=0)
+    with pytest.raises(LearnerSilent, match="is the learner running"):
+        rollout(tmp_path, env_url, student_folder, idle_timeout_s=1.0)
+    status = json.loads((tmp_path / "status" / "rollout.json").read_text())
+    assert status["state"].startswith("failed: no weights after version 0")
+
+
+def test_without_any_weights_the_run_says_so(env_url: str, student_folder: Path, tmp_path: Path) -> None:
+    with pytest.raises(NoWeights):
+        rollout(tmp_path, env_url, student_folder, idle_timeout_s=0.2)
