@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from openenv.core.env_server import Action, Observation, State
+from hintloop.envs._openenv import Action, Observation, State
 from pydantic import BaseModel, ConfigDict, Field
 
 from hintloop.envs.errors import ToolError

@@ -1,0 +1,241 @@
+"""The transcript of one episode in its three forms: tokens, ``Turn`` records and OpenAI chat messages."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+from hintloop.agent import hints
+from hintloop.agent.conversation import Conversation, Message, RenderError
+from hintloop.agent.engine import Sample
+from hintloop.agent.policy import ChatFormat, first_messages
+from hintloop.envs.errors import Cause, ToolError
+from hintloop.envs.models import TaskInfo, ToolCall, ToolResult
+from hintloop.replay.episode import HintSite, Turn
+
+SiteChoice = Literal["failing", "recovery"]
+"""Where the hint for an error goes: before the turn that failed, or before the one after it."""
+
+
+@dataclass(frozen=True, slots=True)
+class EpisodeSpec:
+    """Which episode to play."""
+
+    episode_id: str
+    group_id: str
+    task_id: str
+    source: str = "rollout"
+
+
+@dataclass(frozen=True, slots=True)
+class TurnEvent:
+    """One assistant turn that has been played, for whoever watches the episode."""
+
+    spec: EpisodeSpec
+    conversation: Conversation
+    turn: int
+    """Number of the assistant turn, from 0."""
+    episode_turn: int
+    """Index of the turn in ``Episode.turns``."""
+    messages: tuple[Message, ...]
+    """The transcript before this turn, in the OpenAI chat form."""
+    task: TaskInfo
+    calls: tuple[ToolCall, ...]
+    errors: tuple[ToolError, ...]
+    sampled_ids: tuple[int, ...]
+    ended: bool
+    """The turn ends with an end-of-turn token; False when it was cut for its length."""
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class EpisodeNotes:
+    """What happened on the way and is no part of the episode."""
+
+    errors: Counter[str] = field(default_factory=Counter)
+    """Tool errors by kind, whatever their cause."""
+    dropped_sites: Counter[str] = field(default_factory=Counter)
+    """Errors of the agent that got no hint site, by reason."""
+    render_failures: int = 0
+    """1 when the chat template could not append a tool result, which ended the episode as truncated."""
+
+
+class Transcript:
+    """Grows by one assistant turn and its results at a time."""
+
+    def __init__(self, chat: ChatFormat, spec: EpisodeSpec, task: TaskInfo):
+        messages, tools = first_messages(task, chat.prompt)
+        self.spec = spec
+        self.conversation = Conversation(chat.renderer, messages, tools=tools)
+        self.turns: list[Turn] = []
+        self.submitted = False
+        self._chat = chat
+        self._task = task
+        self._messages: list[Message] = list(messages)
+        self._sampled: list[Sample] = []
+        self._errors: list[tuple[int, ToolError]] = []
+        self._assistants: list[int] = []
+        self._kinds: Counter[str] = Counter()
+        self._dropped: Counter[str] = Counter()
+        self._render_failures = 0
+        closed = chat.renderer.render(messages, tools=tools or None)
+        self._prompt_tokens = self.conversation.prompt_end(0) - len(closed.token_ids)
+        for number, message in enumerate(messages):
+            own = [at for at, index in enumerate(closed.message_indices) if index == number]
+            start, end = (own[0], own[-1] + 1) if own else (0, 0)
+            self.turns.append(Turn(role=message["role"], start=start, end=end, text=message["content"]))
+
+    def add_sample(self, sample: Sample) -> list[ToolCall]:
+        """Append an assistant turn; its calls."""
+        start = len(self.conversation.token_ids)
+        calls = self.conversation.add_sample(sample)
+        first = calls[0]
+        self._assistants.append(len(self.turns))
+        self._sampled.append(sample)
+        self.turns.append(
+            Turn(
+                role="assistant",
+                start=start,
+                end=start + len(sample.token_ids),
+                text=self._decode(sample),
+                tool_name=None if first.malformed is not None else first.name,
+                tool_arguments=None if first.malformed is not None else json.dumps(first.arguments),
+            )
+        )
+        return calls
+
+    def turn_done(self, calls: Sequence[ToolCall], results: Sequence[ToolResult]) -> TurnEvent:
+        """Record what the calls of the last turn gave. The first error of a turn is the turn's error."""
+        index = self._assistants[-1]
+        before = tuple(self._messages)
+        errors = tuple(result.error for result in results if result.error is not None)
+        self._kinds.update(error.kind for error in errors)
+        if errors:
+            first = errors[0]
+            self._errors.append((len(self._assistants) - 1, first))
+            self.turns[index] = replace(
+                self.turns[index],
+                error_kind=first.kind,
+                error_message=first.message,
+                error_cause=first.cause.value,
+            )
+        here = len(self.conversation.token_ids)
+        for call, result in zip(calls, results, strict=False):
+            self.submitted |= call.malformed is None and call.name == "submit" and result.error is None
+            self.turns.append(
+                Turn(
+                    role="tool",
+                    start=here,
+                    end=here,
+                    text=result.output,
+                    tool_name=None if call.malformed is not None else call.name,
+                    exit_code=result.exit_code,
+                    seconds=result.seconds,
+                )
+            )
+        self._add_messages(calls[: len(results)], results)
+        return TurnEvent(
+            spec=self.spec,
+            conversation=self.conversation,
+            turn=len(self._assistants) - 1,
+            episode_turn=index,
+            messages=before,
+            task=self._task,
+            calls=tuple(calls),
+            errors=errors,
+            sampled_ids=self._sampled[-1].token_ids,
+            ended=self._sampled[-1].finish_reason == "stop",
+            text=self.turns[index].text,
+        )
+
+    def add_results(self, outputs: Sequence[str]) -> bool:
+        """Append tool results to the tokens; False when the chat template cannot."""
+        start = len(self.conversation.token_ids)
+        try:
+            self.conversation.add_results(outputs)
+        except RenderError:
+            self._render_failures += 1
+            return False
+        # The results are rendered in one piece: the first tool turn has its tokens, the others none.
+        end = len(self.conversation.token_ids) - self._prompt_tokens
+        first = self._assistants[-1] + 1
+        self.turns[first] = replace(self.turns[first], start=start, end=end)
+        for index in range(first + 1, len(self.turns)):
+            self.turns[index] = replace(self.turns[index], start=end, end=end)
+        return True
+
+    def cut_tail(self) -> None:
+        """Let the transcript end with the last assistant turn: nobody has read what came after it."""
+        last = self._assistants[-1]
+        end = self.turns[last].end
+        for index in range(last + 1, len(self.turns)):
+            self.turns[index] = replace(self.turns[index], start=end, end=end)
+
+    def hint_sites(self, choice: SiteChoice, role: str) -> tuple[HintSite, ...]:
+        """One site for each error that the agent caused; what cannot be one is counted with its reason."""
+        sites: dict[int, HintSite] = {}
+        for failing, error in self._errors:
+            if error.cause is not Cause.MODEL:
+                continue
+            turn = failing + (choice == "recovery")
+            site = self._hint_site(turn, error, role)
+            if site is not None:
+                sites[turn] = site
+        return tuple(sites.values())
+
+    def _hint_site(self, turn: int, error: ToolError, role: str) -> HintSite | None:
+        if turn >= len(self._assistants):
+            self._dropped["no turn after the error"] += 1
+            return None
+        try:
+            text = hints.dispatch(error)
+        except KeyError:
+            self._dropped[f"no hint template for {error.kind}"] += 1
+            return None
+        try:
+            insertion = self.conversation.hint(turn, text or "", role=role)
+        except RenderError as problem:
+            self._dropped[str(problem)] += 1
+            return None
+        index = self._assistants[turn]
+        return HintSite(
+            turn=index,
+            kind=error.kind,
+            hint=text or "",
+            insert_at=insertion.insert_at,
+            start=self.turns[index].start,
+            end=self.turns[index].end,
+            hint_ids=insertion.hint_ids,
+        )
+
+    def notes(self) -> EpisodeNotes:
+        return EpisodeNotes(self._kinds, self._dropped, self._render_failures)
+
+    def _decode(self, sample: Sample) -> str:
+        ids = sample.token_ids
+        body = ids[:-1] if sample.finish_reason == "stop" else ids
+        text: str = self._chat.tokenizer.decode(list(body))
+        return text
+
+    def _add_messages(self, calls: Sequence[ToolCall], results: Sequence[ToolResult]) -> None:
+        """The turn as OpenAI chat messages. What could not be parsed is text, its result a user message."""
+        turn = len(self._assistants) - 1
+        if calls[0].malformed is not None:
+            self._messages.append({"role": "assistant", "content": self.turns[self._assistants[-1]].text})
+            self._messages.append({"role": "user", "content": results[0].output})
+            return
+        made = [
+            {
+                "id": f"call_{turn}_{number}",
+                "type": "function",
+                "function": {"name": call.name, "arguments": json.dumps(call.arguments)},
+            }
+            for number, call in enumerate(calls)
+        ]
+        self._messages.append({"role": "assistant", "content": "", "tool_calls": made})
+        for number, result in enumerate(results):
+            reply = {"role": "tool", "tool_call_id": f"call_{turn}_{number}", "content": result.output}
+            self._messages.append(reply)
