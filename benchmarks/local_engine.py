@@ -16,9 +16,10 @@ import time
 from typing import Any
 
 import torch
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
 from hintloop.agent.engine import Sampling
 from hintloop.rollout.engines.local import LocalEngine
-from transformers import Qwen3Config, Qwen3ForCausalLM
 
 VOCABULARY = 1000
 SYSTEM, TASK, TOOL, TURN = 58, 40, 18, (4, 22)

@@ -21,7 +21,7 @@ def build(
     folder: Annotated[Path, typer.Argument(help="New folder for the student.")],
     steps: Annotated[int | None, typer.Option(min=1, help="Training steps.")] = None,
     seed: Annotated[int, typer.Option(help="Same seed and threads, same student.")] = 0,
-    threads: Annotated[int, typer.Option(min=1, help="CPU threads.")] = 2,
+    threads: Annotated[int, typer.Option(min=1, help="CPU threads.")] = 1,
 ) -> None:
     """Build the tiny student: its tokenizer, and a warm start on expert traces. Takes minutes.
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from hintloop.envs._openenv import Action, Observation, State
 from pydantic import BaseModel, ConfigDict, Field
 
+from hintloop.envs._openenv import Action, Observation, State
 from hintloop.envs.errors import ToolError
 
 

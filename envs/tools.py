@@ -152,7 +152,7 @@ class ToolBox:
 
     def _save(self, path: str, text: str) -> None:
         try:
-            self._workspace.write(path, text.encode())
+            self._workspace.write(path, text.encode(errors="replace"))
         except PermissionError:
             raise _Failed(tool_error("permission_denied", f"not allowed: {path[:80]}", path=path)) from None
 

@@ -123,6 +123,10 @@ class Episode:
         n = len(self.token_ids)
         for name in ("loss_mask", "logprobs", "policy_versions"):
             if len(getattr(self, name)) != n:
-                raise ValueError(f"{self.episode_id}: {name} has {len(getattr(self, name))} entries for {n} tokens")
+                raise ValueError(
+                    f"{self.episode_id}: {name} has {len(getattr(self, name))} entries for {n} tokens"
+                )
         if (self.reward is None) != (self.outcome is Outcome.INFRA_ERROR):
-            raise ValueError(f"{self.episode_id}: reward must be None exactly when the outcome is infra_error")
+            raise ValueError(
+                f"{self.episode_id}: reward must be None exactly when the outcome is infra_error"
+            )

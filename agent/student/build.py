@@ -36,7 +36,7 @@ _BUCKET = 16
 class Recipe:
     """Warm-start settings; the defaults make the packaged student."""
 
-    steps: int = 1100
+    steps: int = 500
     batch_size: int = 16
     muon_learning_rate: float = 0.02
     adam_learning_rate: float = 3e-3
@@ -44,7 +44,7 @@ class Recipe:
     """Share of files with several bugs in the first 40 % of the steps; falls linearly until 65 %."""
     multiple_late: float = 0.15
     seed: int = 0
-    threads: int = 2
+    threads: int = 1
 
 
 Progress = Callable[[int, int, dict[str, float]], None]
@@ -60,7 +60,7 @@ def build(folder: Path, recipe: Recipe | None = None, on_progress: Progress | No
     maker = TraceMaker(load(), random.Random(recipe.seed))
     tokenizer = train_tokenizer(_tokenizer_texts(maker))
     encoder = TraceEncoder(create_renderer(tokenizer, Qwen3RendererConfig()), tokenizer)
-    model = new_model(len(tokenizer), tokenizer.convert_tokens_to_ids("<|im_end|>"))
+    model = new_model(len(tokenizer), int(tokenizer.eos_token_id))
     averaged = warm_start(model, maker, encoder, recipe, on_progress)
     save(folder, averaged, tokenizer, recipe)
     return folder
@@ -83,7 +83,7 @@ def new_model(vocabulary: int, end_of_turn: int) -> Qwen3ForCausalLM:
         pad_token_id=0,
         bos_token_id=None,
     )
-    return Qwen3ForCausalLM(config).float()
+    return Qwen3ForCausalLM(config)
 
 
 def warm_start(
@@ -138,7 +138,11 @@ def save(folder: Path, model: Qwen3ForCausalLM, tokenizer: Any, recipe: Recipe) 
     folder.mkdir(parents=True, exist_ok=True)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
-    about = {"renderer": "qwen3", "prompt": "one_line", "recipe": {f: getattr(recipe, f) for f in recipe.__slots__}}
+    about = {
+        "renderer": "qwen3",
+        "prompt": "one_line",
+        "recipe": {f: getattr(recipe, f) for f in recipe.__slots__},
+    }
     folder.joinpath("hintloop.json").write_text(json.dumps(about, indent=2) + "\n", encoding="utf-8")
 
 

@@ -59,14 +59,16 @@ def measure(folder: Path, *, num_states: int = 1500, split: str = "heldmut", see
     torch.manual_seed(seed)
     rng = random.Random(seed)
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    model = Qwen3ForCausalLM.from_pretrained(folder).float().eval()
+    model = Qwen3ForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     renderer = create_renderer(tokenizer, Qwen3RendererConfig())
     failures: list[_Failure] = []
     task_ids = load().splits()[split]
     for _ in range(num_states // 32):
         tasks = [load().get(rng.choice(task_ids)) for _ in range(32)]
         failures += _failures(model, renderer, tokenizer, tasks, after_reading=rng.random() < 0.8)
-    changes = [(failure.kind, _changes(model, failure, _other_hint(failures, failure, rng))) for failure in failures]
+    changes = [
+        (failure.kind, _changes(model, failure, _other_hint(failures, failure, rng))) for failure in failures
+    ]
     kinds = sorted({kind for kind, _ in changes})
     groups = [(kind, [c for k, c in changes if k == kind]) for kind in kinds]
     return [_row(kind, rows) for kind, rows in [*groups, ("all", [c for _, c in changes])] if len(rows) >= 10]

@@ -21,11 +21,11 @@ def orthogonalise(matrix: torch.Tensor) -> torch.Tensor:
     a, b, c = _COEFFICIENTS
     tall = matrix.shape[0] > matrix.shape[1]
     x = matrix.T if tall else matrix
-    x = x / (x.norm() + 1e-7)
+    x = x / (torch.linalg.matrix_norm(x) + 1e-7)
     for _ in range(_ITERATIONS):
         gram = x @ x.T
         x = a * x + (b * gram + c * gram @ gram) @ x
-    return x.T if tall else x
+    return x.T.contiguous() if tall else x
 
 
 class Muon(torch.optim.Optimizer):

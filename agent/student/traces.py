@@ -1,9 +1,10 @@
 """Expert traces for the warm start: right, human, and with hints.
 
 A trace solves a bugfix task through the real tools (on trusted code, in this process). On the way the expert
-makes the tool errors that a young agent makes, and recovers from them; at other turns the error that it would
-have made is turned into its hint instead, and the right call follows. That teaches the student what hints
-are for: they come before a turn, they may be beside the point, and the right call is the same either way.
+makes the tool errors that a young agent makes, and recovers from them. In hinted traces the error that it is
+about to make is turned into its hint instead, and the right call follows; where the hint belongs to another
+error, it often errs all the same. So what a hint says decides, not that there is one: without that contrast
+a student learns that any hint means care, and hint distillation has nothing to teach it.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from hintloop.agent import hints
 from hintloop.envs.models import ToolCall, ToolResult
 from hintloop.envs.sandbox.base import CallResult, ExecResult, SandboxDead
 from hintloop.envs.task import Task
-from hintloop.envs.tasksets.bugfix.expert import edit_call, next_fix
+from hintloop.envs.tasksets.bugfix.expert import edit_call, fixes, next_fix
 from hintloop.envs.tasksets.bugfix.functions import run
 from hintloop.envs.tasksets.bugfix.mutations import mutations, random_spelling, unique_fragment
 from hintloop.envs.tasksets.bugfix.taskset import PATH, Bugfix
@@ -51,10 +52,14 @@ class Habits:
     """After a failing test: submit all the same."""
     read_again: float = 0.15
     hinted_trace: float = 0.5
-    hinted_turn: float = 0.4
+    hinted_turn: float = 0.5
     """Per turn of a hinted trace."""
-    stray_hint: float = 0.2
+    stray_hint: float = 0.4
     """Per hint: it belongs to another error."""
+    err_after_stray: float = 0.6
+    """After a stray hint: make the error that the turn was meant to show."""
+    guided: float = 0.5
+    """Per file with several bugs: the lines are mended in any order, and hints say which is next."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,8 +161,11 @@ class TraceMaker:
         workspace = TrustedWorkspace({PATH: task.files[PATH].encode()})
         tools = ToolBox(task, workspace)
         turns = [_turn(tools, ToolCall(name="read_file", arguments={"path": PATH}))]
-        while (fix := next_fix(workspace.text, task.solution[PATH])) is not None:
-            turns.append(_turn(tools, fix))
+        guided = self._rng.random() < self._habits.guided
+        while left := fixes(workspace.text, task.solution[PATH]):
+            fix = self._rng.choice(left) if guided else left[0]
+            hint = _line_hint(ToolBox(task, workspace), fix) if guided else None
+            turns.append(_turn(tools, fix, hint))
         turns.append(_turn(tools, ToolCall(name="submit")))
         system, user = first_messages(task)
         return Trace((system, {**user, "content": f"{user['content']} (all bugs)"}), tuple(turns))
@@ -172,18 +180,26 @@ class TraceMaker:
         """How the expert errs."""
         return self._habits
 
-    def hint_for(self, result: ToolResult) -> str | None:
-        """The hint of a failed call; now and then one that belongs to another error."""
+    def hint_for(self, result: ToolResult) -> tuple[str | None, bool]:
+        """The hint of a failed call, and whether it matches; now and then it belongs to another error."""
         hint = hints.dispatch(result.error) if result.error else None
         if hint is None:
-            return None
+            return None, False
         self._recent_hints = [*self._recent_hints[-49:], hint]
-        stray = self._rng.random() < self._habits.stray_hint
-        return self._rng.choice(self._recent_hints) if stray else hint
+        if self._rng.random() >= self._habits.stray_hint:
+            return hint, True
+        others = [other for other in self._recent_hints if other != hint]
+        return (self._rng.choice(others), False) if others else (hint, True)
 
 
-def _turn(tools: ToolBox, call: ToolCall) -> TraceTurn:
-    return TraceTurn(call_text(call), tools.call(call).output)
+def _turn(tools: ToolBox, call: ToolCall, hint: str | None = None) -> TraceTurn:
+    return TraceTurn(call_text(call), tools.call(call).output, hint)
+
+
+def _line_hint(tools: ToolBox, fix: ToolCall) -> str | None:
+    """What the agent would be told after a failing edit of the line that ``fix`` mends."""
+    error = tools.call(_changed(fix, old="??")).error
+    return hints.dispatch(error) if error else None
 
 
 class _Expert:
@@ -232,11 +248,13 @@ class _Expert:
 
     def _act(self, call: ToolCall) -> ToolResult | None:
         """Take one turn: the right call, perhaps after a hint, or a failing one. None when the call failed."""
-        hint = None
+        hint, failing = None, None
         if self._hinted and self._rng.random() < self._habits.hinted_turn:
             failing = self._failing(call, certain=True)
-            hint = self._maker.hint_for(self._dry_run(failing)) if failing else None
-        failing = None if hint else self._failing(call)
+            hint, matches = self._maker.hint_for(self._dry_run(failing)) if failing else (None, False)
+            if matches or self._rng.random() >= self._habits.err_after_stray:
+                failing = None
+        failing = failing if hint else self._failing(call)
         text, tried = failing or (call_text(call), call)
         result = self._tools.call(tried)
         self._turns.append(TraceTurn(text, result.output, hint))
@@ -257,7 +275,9 @@ class _Expert:
         ways.append((habits.bad_json, self._as_bad_json))
         weights = [weight for weight, _ in ways]
         if "old" in arguments and certain:  # what live agents get wrong most, by far
-            weights = [w * (6 if way in (self._with_wrong_old, self._with_wrong_line) else 1) for w, way in ways]
+            weights = [
+                w * (6 if way in (self._with_wrong_old, self._with_wrong_line) else 1) for w, way in ways
+            ]
         if not certain and self._rng.random() >= sum(weights):
             return None
         way = self._rng.choices([way for _, way in ways], weights)[0]
@@ -281,15 +301,15 @@ class _Expert:
 
     def _with_wrong_line(self, call: ToolCall) -> ToolCall | None:
         lines = self._workspace.text.split("\n")
-        choices = [n for n in range(1, len(lines) + 2) if n > len(lines) or call.arguments["old"] not in lines[n - 1]]
+        choices = [
+            n for n in range(1, len(lines) + 2) if n > len(lines) or call.arguments["old"] not in lines[n - 1]
+        ]
         return _changed(call, line=self._rng.choice(choices)) if choices else None
 
     def _as_bad_json(self, call: ToolCall) -> tuple[str, ToolCall]:
         text = call_text(call)
-        if self._rng.random() < 0.5:
-            text = text.replace("}}", "}", 1)
-        else:
-            text = text.replace('"name": "', '"name": ', 1)
+        old, new = ("}}", "}") if self._rng.random() < 0.5 else ('"name": "', '"name": ')
+        text = text.replace(old, new, 1)
         return text, ToolCall(malformed=text)
 
     def _next_phase(self, phase: str, result: ToolResult) -> str:

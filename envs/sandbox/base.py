@@ -48,7 +48,10 @@ class Sandbox(Protocol):
     isolation: str
 
     def exec(self, command: str, *, timeout: float, stdin: bytes = b"") -> ExecResult:
-        """Run a shell command; its whole process tree is dead when this returns. ``timeout`` in seconds."""
+        """Run a shell command; its whole process tree is dead when this returns.
+
+        ``timeout`` in seconds. Raises ``SandboxDead``.
+        """
         ...
 
     def call_function(
@@ -63,7 +66,10 @@ class Sandbox(Protocol):
         ...
 
     def read(self, path: str) -> bytes:
-        """Content of a file. ``FileNotFoundError``, ``PermissionError`` (outside of the working directory) or ``SandboxDead``."""
+        """Content of a file.
+
+        ``FileNotFoundError``, ``PermissionError`` (outside of the working directory, or too large), ``SandboxDead``.
+        """
         ...
 
     def write(self, path: str, data: bytes) -> None:
@@ -85,7 +91,10 @@ class SandboxProvider(Protocol):
     isolation: str
 
     def start(self, files: dict[str, str]) -> Sandbox:
-        """A fresh sandbox that holds ``files``. Raises ``SandboxDead`` when none can be started."""
+        """A fresh sandbox that holds ``files``.
+
+        Raises ``SandboxDead`` when none can be started and ``ValueError`` when the files cannot fit.
+        """
         ...
 
     def close(self) -> None:

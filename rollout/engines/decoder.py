@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from hintloop.rollout.engines.cache import ATTENTION, Chunk, Geometry, SlotCache
 from safetensors.torch import load_file
+
+from hintloop.rollout.engines.cache import ATTENTION, Chunk, Geometry, SlotCache
 
 Tensors = Mapping[str, torch.Tensor]
 

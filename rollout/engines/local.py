@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
 from hintloop.agent.engine import EngineError, Sample, Sampling
 from hintloop.rollout.engines.decoder import Decoder
 from hintloop.rollout.engines.scheduler import Request, Scheduler

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
+
 from hintloop.rollout.engines.cache import Chunk
 from hintloop.rollout.engines.decoder import Decoder, Tensors, draw
 

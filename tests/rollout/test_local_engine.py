@@ -14,11 +14,6 @@ from typing import Any
 
 import pytest
 import torch
-from hintloop.agent.engine import EngineError, Sample, Sampling
-from hintloop.rollout.engines.cache import Chunk
-from hintloop.rollout.engines.decoder import Decoder, draw
-from hintloop.rollout.engines.local import LocalEngine
-from hintloop.rollout.engines.scheduler import PREFILL_TOKENS, Request, Scheduler, common_prefix
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import (
@@ -30,6 +25,12 @@ from transformers import (
     Qwen3Config,
     Qwen3ForCausalLM,
 )
+
+from hintloop.agent.engine import EngineError, Sample, Sampling
+from hintloop.rollout.engines.cache import Chunk
+from hintloop.rollout.engines.decoder import Decoder, draw
+from hintloop.rollout.engines.local import LocalEngine
+from hintloop.rollout.engines.scheduler import PREFILL_TOKENS, Request, Scheduler, common_prefix
 
 VOCABULARY = 97
 DEADLINE = 30.0

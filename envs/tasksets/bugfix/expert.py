@@ -51,17 +51,24 @@ def next_call(messages: Sequence[dict[str, Any]]) -> ToolCall | None:
 
 def next_fix(text: str, wanted: str) -> ToolCall | None:
     """The edit that mends the first wrong line of ``text``; None when it equals ``wanted``."""
+    return next(iter(fixes(text, wanted)), None)
+
+
+def fixes(text: str, wanted: str) -> list[ToolCall]:
+    """One call per wrong line of ``text``, in the order of lines; a single rewrite where lines do not match up."""
     current, reference = text.rstrip("\n").split("\n"), wanted.split("\n")
+    rewrite = [ToolCall(name="write_file", arguments={"path": PATH, "content": wanted})]
     if len(current) != len(reference):
-        return ToolCall(name="write_file", arguments={"path": PATH, "content": wanted})
+        return rewrite
+    calls = []
     for number, (have, want) in enumerate(zip(current, reference, strict=True), 1):
         if have != want:
             mutation = first_difference(have, want)
             old, new = unique_fragment(have, mutation) if mutation else (have, want)
             if not old:
-                return ToolCall(name="write_file", arguments={"path": PATH, "content": wanted})
-            return edit_call(number, old, new)
-    return None
+                return rewrite
+            calls.append(edit_call(number, old, new))
+    return calls
 
 
 def edit_call(line: int, old: str, new: str) -> ToolCall:

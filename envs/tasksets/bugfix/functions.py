@@ -37,7 +37,7 @@ class Function:
 
 
 def run(source: str, name: str, inputs: tuple[tuple[Any, ...], ...]) -> tuple[Any, ...]:
-    """What function ``name`` of trusted ``source`` gives for each input: ``("ok", value)`` or ``("error", type name)``."""
+    """What ``name`` of trusted ``source`` gives for each input: ``("ok", value)`` or ``("error", type name)``."""
     scope: dict[str, Any] = {"__builtins__": _BUILTINS}
     exec(compile(source, "solution.py", "exec"), scope)
     results: list[tuple[str, Any]] = []
@@ -110,7 +110,15 @@ _TRANSFORMS = (
 )
 _IN_PRODUCTS = ("items", "next", "doubles")
 _OPERATIONS = (("plus", "+"), ("minus", "-"), ("times", "*"))
-_LISTS = ([1, 2, 3, 4], [5, -2, 7, 0, 3], [2, 2, 9], [-4, 6], [3, 1, 4, 1, 5, 9, 6], [], [8, 3])
+_LISTS: tuple[list[int], ...] = (
+    [1, 2, 3, 4],
+    [5, -2, 7, 0, 3],
+    [2, 2, 9],
+    [-4, 6],
+    [3, 1, 4, 1, 5, 9, 6],
+    [],
+    [8, 3],
+)
 _LIMITS = (2, 3, 2, 0, 4, 1, 5)
 _RANGES = ((2, 3), (0, 5), (2, 9), (0, 4), (2, 4), (1, 2), (3, 7))
 _NUMBERS = ((1, 2), (3, 4), (0, 5), (7, 3), (-2, 3))

@@ -12,6 +12,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from functools import cache
+from threading import Lock
 
 from hintloop.envs.task import Case, FunctionTests, Task
 from hintloop.envs.tasksets.bugfix.functions import Function, all_functions, run
@@ -24,6 +25,7 @@ NUM_VISIBLE = 4
 _HELD_OUT_BUGS = 6
 """One bug of so many is held out."""
 _SPLIT_SEED = 0
+_LOADING = Lock()
 
 
 class Bugfix:
@@ -88,7 +90,9 @@ class Bugfix:
         self.bugs[function.key] = bugs
         order = list(range(len(bugs)))
         rng.shuffle(order)
-        held = len(order) if function.held_out else max(1, len(order) // _HELD_OUT_BUGS) if len(order) > 2 else 0
+        held = (
+            len(order) if function.held_out else max(1, len(order) // _HELD_OUT_BUGS) if len(order) > 2 else 0
+        )
         split = "heldfn" if function.held_out else "heldmut"
         self._splits[split] += [f"bugfix/{function.key}.{number}.0" for number in order[:held]]
         self._splits["train"] += [
@@ -117,7 +121,12 @@ def _visible(function: Function, lines: Sequence[str], hidden: tuple[Case, ...])
     return tuple(hidden[index] for index in shown)
 
 
-@cache
 def load() -> Bugfix:
-    """The task set; made once per process."""
+    """The task set; made once per process, also when many threads ask at once."""
+    with _LOADING:
+        return _load()
+
+
+@cache
+def _load() -> Bugfix:
     return Bugfix()
