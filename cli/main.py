@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -127,12 +128,13 @@ def doctor(as_json: AsJson = False) -> None:
 
 def main() -> None:
     """The console entry. An expected failure is one line on stderr and exit status 2."""
-    sys.exit(_run(sys.argv[1:]))
+    sys.exit(run_command(sys.argv[1:]))
 
 
-def _run(arguments: list[str]) -> int:
+def run_command(arguments: Sequence[str]) -> int:
+    """Run one command; its exit status. What is no expected failure passes through."""
     try:
-        return int(app(arguments, prog_name="hintloop", standalone_mode=False) or 0)
+        return int(app(list(arguments), prog_name="hintloop", standalone_mode=False) or 0)
     except TyperException as error:
         return _usage(error)
     except BrokenPipeError:

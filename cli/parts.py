@@ -49,7 +49,8 @@ def serve_env(
     from hintloop.envs.server import serve
 
     _log_to_stderr()
-    serve(LocalProvider(), host=host, port=port, max_sessions=max_sessions, ready_file=ready_file)
+    with LocalProvider() as provider:
+        serve(provider, host=host, port=port, max_sessions=max_sessions, ready_file=ready_file)
 
 
 @serve_app.command("expert")

@@ -21,6 +21,8 @@ from hintloop.cli.supervise import ChildFailed, ChildSpec, Stopped, Supervisor
 
 READY_S = 120.0
 """How long a server may take to start."""
+LEARNER_END_S = 120.0
+"""How long the learner may take to end once the rollout side has played its last version."""
 EXIT_FAILED = 1
 EXIT_STOPPED = 130
 _CHILD_ENV = {
@@ -77,7 +79,8 @@ def play(folder: RunFolder, config: Config, *, say: Callable[[str], None]) -> in
         try:
             with supervisor.signals(), supervisor:
                 _start(supervisor, folder, config)
-                supervisor.wait_workers()
+                supervisor.wait_end("rollout")
+                supervisor.wait_end("learner", timeout_s=LEARNER_END_S)
         except Stopped:
             display.close()
             say(f"stopped; go on with: {resume_command(folder)}")

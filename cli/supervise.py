@@ -126,10 +126,16 @@ class Supervisor:
             time.sleep(POLL_S)
         return path.read_text().strip()
 
-    def wait_workers(self) -> None:
-        """Return when every worker has ended well. Raises ``ChildFailed`` and ``Stopped``."""
-        while any(child.exit_code() is None for child in self._children if not child.spec.server):
+    def wait_end(self, name: str, *, timeout_s: float | None = None) -> None:
+        """Return when the worker ``name`` has ended well. Raises ``ChildFailed``, also after ``timeout_s``
+        (None: as long as it takes), and ``Stopped``.
+        """
+        child = self._child(name)
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        while child.exit_code() is None:
             self._look()
+            if deadline is not None and time.monotonic() > deadline:
+                raise ChildFailed(name, f"has not ended after {timeout_s:g} s", child.tail())
             time.sleep(POLL_S)
         self._look()
 

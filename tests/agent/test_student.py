@@ -45,7 +45,9 @@ def test_traces_make_errors_get_hints_and_mostly_succeed():
 
 
 def test_habits_without_hints_give_none():
-    traces = [trace for seed in range(30) for trace in (maker(seed, NO_HINTS).single(), maker(seed).multiple())]
+    traces = [
+        trace for seed in range(30) for trace in (maker(seed, NO_HINTS).single(), maker(seed).multiple())
+    ]
     assert all(turn.hint is None for trace in traces[::2] for turn in trace.turns)
 
 
@@ -106,7 +108,9 @@ def test_edit_arguments_weigh_most(chat, tokenizer):
     encoded = TraceEncoder(chat.renderer, tokenizer).encode(trace, 10_000)
     heavy = [i for i, w in zip(encoded.token_ids, encoded.weights, strict=True) if w == EDIT_WEIGHT]
     call = json.loads(trace.turns[1].text.split("\n")[1])["arguments"]
-    assert tokenizer.decode(heavy).startswith(f'{call["line"]}, "old": "{call["old"]}", "new": "{call["new"]}')
+    assert tokenizer.decode(heavy).startswith(
+        f'{call["line"]}, "old": "{call["old"]}", "new": "{call["new"]}'
+    )
 
 
 @pytest.mark.parametrize("shape", [(8, 32), (32, 8), (16, 16)])
