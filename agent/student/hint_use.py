@@ -59,7 +59,8 @@ def measure(folder: Path, *, num_states: int = 1500, split: str = "heldmut", see
     torch.manual_seed(seed)
     rng = random.Random(seed)
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    model = Qwen3ForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    model: Any = Qwen3ForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    model.eval()
     renderer = create_renderer(tokenizer, Qwen3RendererConfig())
     failures: list[_Failure] = []
     task_ids = load().splits()[split]

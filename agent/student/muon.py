@@ -25,7 +25,8 @@ def orthogonalise(matrix: torch.Tensor) -> torch.Tensor:
     for _ in range(_ITERATIONS):
         gram = x @ x.T
         x = a * x + (b * gram + c * gram @ gram) @ x
-    return x.T.contiguous() if tall else x
+    result: torch.Tensor = x.T.contiguous() if tall else x
+    return result
 
 
 class Muon(torch.optim.Optimizer):
