@@ -38,15 +38,15 @@ def _tool_not_found(meta: dict[str, Any]) -> str:
 
 
 def _edit_no_match(meta: dict[str, Any]) -> str:
+    """Where the old text is, if anywhere; else what the named line holds. Naming a wrong line would mislead."""
+    if meta.get("found"):
+        return f"{meta['old']} is in line {', '.join(map(str, meta['found']))}"
     if meta.get("num_lines"):
         return f"the file has {meta['num_lines']} lines"
-    parts = []
-    if meta.get("line_text") is not None:
-        where = f"line {meta['line']}" if meta.get("line") else "the nearest line"
-        parts.append(f"{where} is: {meta['line_text']}")
-    if meta.get("found"):
-        parts.append(f"{meta['old']} is in line {', '.join(map(str, meta['found']))}")
-    return "; ".join(parts) or "old must be text of the file, read it first"
+    if meta.get("line_text") is None:
+        return "old must be text of the file, read it first"
+    where = f"line {meta['line']}" if meta.get("line") else "the nearest line"
+    return f"{where} is: {meta['line_text']}"
 
 
 def _repeated_failure(meta: dict[str, Any]) -> str:

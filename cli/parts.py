@@ -132,14 +132,16 @@ def learn(
     Example: `hintloop learn --journal file:///data/journal --set learner.steps=50`
     """
     from hintloop.cli.model import prepare_student
-    from hintloop.learner.run import run_learner
 
     _log_to_stderr()
     if run is None and journal is None:
         raise UserError("give a --journal to learn from, or the --run that has one")
     folder, settings = _run_of(run, preset, config, assignments, part="learn")
+    student = prepare_student(settings.student, folder.student)
+    from hintloop.learner.run import run_learner  # takes seconds; not before the input is known to be good
+
     summary = run_learner(
-        prepare_student(settings.student, folder.student),
+        student,
         journal or str(folder.journal),
         weights or str(folder.weights),
         folder.path,

@@ -152,9 +152,7 @@ def test_run_that_exists_already(fails: Fails, run: RunFolder) -> None:
 
 
 def test_folder_that_holds_something_else(fails: Fails, tmp_path: Path) -> None:
-    line = fails("play", "--name", tmp_path.name, "--set", f"run.output={tmp_path.parent}")
     (tmp_path / "x").write_text("")
-    assert "cannot" not in line
     line = fails("play", "--name", tmp_path.name, "--set", f"run.output={tmp_path.parent}")
     assert line == f"{tmp_path} is not empty; choose another --name"
 
