@@ -31,6 +31,8 @@ from hintloop.learner.trainer import ThreeChannelTrainer
 from hintloop.replay.journal import Journal
 from hintloop.replay.weights import WeightStore
 
+FINISHED = ("steps", "max_minutes", "journal_end")
+"""Reasons to end that make the last version final; a stopped or idle run may go on later."""
 _log = structlog.get_logger(__name__)
 
 
@@ -64,7 +66,8 @@ def run_learner(
 
     ``follow`` waits for more episodes at the end of the journal; otherwise that is read ``config.epochs``
     times. ``on_progress`` gets each step's metrics. SIGTERM ends the run after the step in hand, when called
-    from the main thread. The last version's metadata has ``final: true``. Sets torch's number of threads.
+    from the main thread. The last version's metadata has ``final: true`` when there is nothing left to train
+    (``FINISHED``). Sets torch's number of threads.
     ``ValueError`` when the weight store holds versions that ``run_dir`` knows nothing of.
     """
     torch.set_num_threads(config.threads)
@@ -89,6 +92,7 @@ class _Learner:
         follow: bool,
     ) -> None:
         self._student, self._store, self._run_dir, self._config = student, store, run_dir, config
+        self._follow = follow
         self._started = time.monotonic()
         self._heartbeat = Heartbeat(run_dir / "status" / "learner.json")
         self._heartbeat.beat("starting", step=0, version=0)
@@ -108,9 +112,9 @@ class _Learner:
         )
         if found:
             found.restore(self._optimizer, self._moving_teacher)
-        self._resume(found, journal, follow=follow)
+        self._resume(found, journal)
 
-    def _resume(self, found: checkpoints.Checkpoint | None, journal: Journal, *, follow: bool) -> None:
+    def _resume(self, found: checkpoints.Checkpoint | None, journal: Journal) -> None:
         """Take up the state of a checkpoint, make one if there is none, and publish it if it is not."""
         state = found.state if found else checkpoints.State(0, 0, None, 0.0, {})
         cut_lines(self._metrics_path, state.step)
@@ -123,7 +127,7 @@ class _Learner:
             journal,
             position=state.position,
             seen={group for record in trained if record["epoch"] == epoch for group in record["groups"]},
-            follow=follow,
+            follow=self._follow,
             epochs=self._config.epochs,
             idle_timeout_s=self._config.idle_timeout_s,
         )
@@ -148,14 +152,16 @@ class _Learner:
         """Train until there is a reason to end, and make the last version final."""
         self._stopped, self._on_progress = stopped, on_progress
         self._reason = ""
+        if self._follow and not self._done() and self._saved.state.metadata["final"]:
+            self._commit_again(final=False)  # there is more to do than the earlier process was told
         if not self._over():
             self._trainer.train()
         reason = self._reason or self._over() or "journal_end"
-        saved = self._saved.state
-        if saved.step == self._step and not saved.metadata["final"]:
-            self._version += 1  # the same weights once more, to say that these are the last
-        if saved.step != self._step or not saved.metadata["final"]:
-            self._commit(final=True)
+        final = reason in FINISHED
+        if self._saved.state.step != self._step:
+            self._commit(final=final)
+        elif final and not self._saved.state.metadata["final"]:
+            self._commit_again(final=True)
         self._heartbeat.beat(f"ended: {reason}", step=self._step, version=self._version)
         _log.info("learner.ended", reason=reason, step=self._step, version=self._version)
         return LearnerSummary(
@@ -174,10 +180,11 @@ class _Learner:
         metrics = self._metrics()
         append_line(self._trained_path, self._trained_record)
         append_line(self._metrics_path, metrics)
-        final = bool(self._over()) or self._source.at_end()
-        if final or self._step % self._config.publish_every == 0:
+        final = bool(self._done()) or self._source.at_end()
+        ending = final or self._stopped()
+        if ending or self._step % self._config.publish_every == 0:
             self._commit(final=final)
-        control.should_training_stop |= final
+        control.should_training_stop |= ending
         self._on_progress(metrics)
 
     def _batches(self) -> Iterator[StepBatch]:
@@ -224,12 +231,14 @@ class _Learner:
 
     def _over(self) -> str:
         """Why to end now; empty to go on."""
+        return self._done() or ("signal" if self._stopped() else "")
+
+    def _done(self) -> str:
+        """Why there is nothing left to train, now or after a restart; empty when there is."""
         limit = self._config.max_minutes
         if self._step >= self._config.steps:
             return "steps"
-        if limit is not None and self._elapsed() >= 60.0 * limit:
-            return "max_minutes"
-        return "signal" if self._stopped() else ""
+        return "max_minutes" if limit is not None and self._elapsed() >= 60.0 * limit else ""
 
     def _elapsed(self) -> float:
         return self._elapsed_before + time.monotonic() - self._started
@@ -262,6 +271,11 @@ class _Learner:
         )
         self._publish()
         self._timings["publishing"] = time.monotonic() - before
+
+    def _commit_again(self, *, final: bool) -> None:
+        """The same weights as a new version, to say that they are the last, or that they are not."""
+        self._version += 1
+        self._commit(final=final)
 
     def _publish(self) -> None:
         state = self._saved.state

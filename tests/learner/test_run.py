@@ -198,20 +198,30 @@ def test_a_step_with_nothing_to_learn_is_a_version_all_the_same(student: Path, t
 def test_a_live_learner_that_gets_nothing_gives_up_and_says_so(student: Path, tmp_path: Path) -> None:
     journal(tmp_path, 2)
     summary = learn(tmp_path, "run", follow=True, idle_timeout_s=0.3)
-    assert (summary.reason, summary.step, summary.version) == ("idle", 1, 2)
-    latest = WeightStore(tmp_path / "run-weights").latest()
-    assert latest is not None
-    assert latest.metadata["final"]
-    assert latest.metadata["step"] == 1
+    assert (summary.reason, summary.step, summary.version) == ("idle", 1, 1)
+    assert not WeightStore(tmp_path / "run-weights").manifest(1).metadata["final"]
     more = make_groups(4, 3)[2:]
     writer = Journal(tmp_path / "journal").writer("w")
     for group in more:
         writer.append(group)
     summary = learn(tmp_path, "run", follow=True, idle_timeout_s=0.3, steps=2)
-    assert (summary.reason, summary.step, summary.version) == ("steps", 2, 3)
+    assert (summary.reason, summary.step, summary.version) == ("steps", 2, 2)
+    assert WeightStore(tmp_path / "run-weights").manifest(2).metadata["final"]
 
 
-def test_sigterm_ends_a_waiting_learner_with_a_final_version(student: Path, tmp_path: Path) -> None:
+def test_a_finished_run_that_gets_more_steps_says_at_once_that_it_goes_on(
+    student: Path, tmp_path: Path
+) -> None:
+    journal(tmp_path, 6)
+    store = WeightStore(tmp_path / "run-weights")
+    assert learn(tmp_path, "run", follow=True, steps=1).version == 1
+    assert store.manifest(1).metadata["final"]
+    assert learn(tmp_path, "run", follow=True, steps=3).version == 4
+    assert [store.manifest(version).metadata["final"] for version in (2, 3, 4)] == [False, False, True]
+    assert [store.manifest(version).metadata["step"] for version in (1, 2, 3, 4)] == [1, 1, 2, 3]
+
+
+def test_sigterm_ends_a_waiting_learner_which_may_go_on_later(student: Path, tmp_path: Path) -> None:
     journal(tmp_path, 2)
     status = tmp_path / "run" / "status" / "learner.json"
 
@@ -227,8 +237,8 @@ def test_sigterm_ends_a_waiting_learner_with_a_final_version(student: Path, tmp_
     thread.start()
     summary = learn(tmp_path, "run", follow=True)
     thread.join()
-    assert (summary.reason, summary.step, summary.version) == ("signal", 1, 2)
-    assert WeightStore(tmp_path / "run-weights").manifest(2).metadata["final"]
+    assert (summary.reason, summary.step, summary.version) == ("signal", 1, 1)
+    assert not WeightStore(tmp_path / "run-weights").manifest(1).metadata["final"]
 
 
 def test_the_time_limit_holds_over_restarts(student: Path, tmp_path: Path) -> None:
