@@ -69,7 +69,9 @@ def show_task(
     typer.echo(f"{task.task_id}\n\n{task.instruction}")
     for path, text in (task.files | solved).items():
         typer.echo(f"\n--- {path}\n{text}")
-    typer.echo(f"\n--- visible tests of {task.tests.function} ({len(task.tests.hidden)} more decide)")
+    typer.echo(
+        f"\n--- visible tests of {task.tests.function} (the reward comes from {len(task.tests.hidden)} cases)"
+    )
     for case in task.tests.visible:
         arguments = ", ".join(repr(argument) for argument in case.args)
         typer.echo(f"{task.tests.function}({arguments}) == {case.expected!r}")

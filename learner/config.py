@@ -55,7 +55,8 @@ class LearnerConfig(BaseModel):
     max_pairs_per_step: int = Field(32, ge=1)
     """Preference pairs used per step; more are sampled down and counted."""
     max_staleness: int | None = Field(4, ge=0)
-    """Versions that a sampled token may lag behind the weights being trained; None for no limit."""
+    """Versions that a sampled token may lag behind the weights being trained; None for no limit. A recorded
+    journal, which nobody appends to, has no limit."""
     publish_every: int = Field(1, ge=1)
     """Steps between two checkpoints, each of which is published."""
     keep_versions: int = Field(4, ge=1)

@@ -221,7 +221,7 @@ class _Learner:
         return BatchRules(
             vocabulary=self._model.config.get_text_config().vocab_size,
             micro_batches=config.micro_batches,
-            max_staleness=config.max_staleness,
+            max_staleness=config.max_staleness if self._follow else None,
             max_sites=config.max_sites_per_step if config.alpha_sdpo else 0,
             max_pairs=config.max_pairs_per_step if config.beta_replay else 0,
         )

@@ -62,10 +62,10 @@ def wilson(solved: int, n: int) -> tuple[float, float]:
 
 
 def draw_tasks(task_ids: Sequence[str], n: int, seed: int) -> list[str]:
-    """``n`` tasks, each as often as any other, give or take one; a smaller ``n`` gives the first of them."""
+    """``n`` different tasks, or all when there are fewer; a smaller ``n`` gives the first of them."""
     order = list(task_ids)
     random.Random(f"evaluation:{seed}").shuffle(order)
-    return [order[index % len(order)] for index in range(n)]
+    return order[:n]
 
 
 async def evaluate(

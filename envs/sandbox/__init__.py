@@ -1,1 +1,1 @@
-"""TODO"""
+"""Sandboxes: the protocol, and the implementation by Linux namespaces on the local machine."""

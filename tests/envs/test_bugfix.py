@@ -31,6 +31,9 @@ def test_splits_share_no_bug_and_held_out_functions_are_never_trained_on():
     functions = {name: {bug.rpartition(".")[0] for bug in found} for name, found in bugs.items()}
     assert not functions["train"] & functions["heldfn"]
     assert functions["heldmut"] <= functions["train"]
+    code = {key: "\n".join(f.lines).partition("(")[2] for key, f in load().functions.items()}
+    known = {code[bug.removeprefix("bugfix/")] for bug in functions["train"]}
+    assert not known & {code[bug.removeprefix("bugfix/")] for bug in functions["heldfn"]}
 
 
 def test_set_is_the_same_each_time_it_is_made():
