@@ -34,9 +34,9 @@ def play(run: Path, *, resume: bool = False) -> subprocess.Popen[bytes]:
     if not resume:
         for setting in (*SMALL, f"run.output={run.parent}"):
             arguments += ["--set", setting]
-    log = (run.parent / "play.log").open("ab")
     command = [sys.executable, "-m", "hintloop.cli.main", "play", *arguments]
-    return subprocess.Popen(command, stdout=log, stderr=log, stdin=subprocess.DEVNULL)
+    with (run.parent / "play.log").open("ab") as log:
+        return subprocess.Popen(command, stdout=log, stderr=log, stdin=subprocess.DEVNULL)
 
 
 def finish(process: subprocess.Popen[bytes], run: Path) -> int:
