@@ -54,7 +54,7 @@ def evaluate(
 ) -> None:
     """Measure what a matching and a non-matching hint change at the student's own failing calls.
 
-    The numbers are changes of the mean token log-probability (nats). Takes about a minute.
+    The numbers are changes of a whole call's log-probability (nats). Takes about a minute.
 
     Example: `hintloop student eval runs/my-student`
     """

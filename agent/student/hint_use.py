@@ -35,7 +35,7 @@ _READ = ToolCall(name="read_file", arguments={"path": PATH})
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """Change of mean token log-prob (nats) by a hint, with its standard error, over ``n`` failing calls."""
+    """Change of a whole call's log-prob (nats) by a hint, with its standard error, over ``n`` failing calls."""
 
     kind: str
     n: int
@@ -144,9 +144,9 @@ def _changes(model: Any, failure: _Failure, other: str) -> tuple[float, float, f
 
 @torch.no_grad()
 def _logprob(model: Any, context: list[int], said: list[int]) -> float:
-    """Mean log-prob per token of ``said`` after ``context``, nats."""
+    """Log-prob of ``said`` after ``context``, nats."""
     logits = model(torch.tensor([context + said])).logits[0, len(context) - 1 : -1]
-    return float(torch.log_softmax(logits, -1).gather(1, torch.tensor(said)[:, None]).mean())
+    return float(torch.log_softmax(logits, -1).gather(1, torch.tensor(said)[:, None]).sum())
 
 
 def _row(kind: str, changes: Sequence[tuple[float, float, float, float]]) -> Row:

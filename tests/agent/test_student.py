@@ -14,6 +14,7 @@ from hintloop.agent.engine import Sample
 from hintloop.agent.policy import load_renderer
 from hintloop.agent.student.build import Recipe, build, new_model
 from hintloop.agent.student.encode import EDIT_WEIGHT, TraceEncoder
+from hintloop.agent.student.hint_use import measure
 from hintloop.agent.student.muon import Muon, orthogonalise
 from hintloop.agent.student.traces import Habits, Trace, TraceMaker
 from hintloop.envs.tasksets.bugfix.taskset import load
@@ -147,6 +148,16 @@ def test_short_build_learns_loads_and_is_reproducible(tmp_path):
     assert load_renderer(first).prompt == "one_line"
     with pytest.raises(ValueError, match="not empty"):
         build(tmp_path / "a", recipe)
+
+
+def test_use_of_hints_is_measured_at_failing_calls_of_its_own():
+    rows = {row.kind: row for row in measure(PACKAGED, num_states=96)}
+    assert rows["all"].n >= 10
+    assert rows["all"].n >= sum(row.n for kind, row in rows.items() if kind != "all")
+    for row in rows.values():
+        for mean, error in (row.failing_matching, row.failing_other, row.right_matching, row.right_other):
+            assert -30 < mean < 30
+            assert 0 < error < 10
 
 
 def test_packaged_student_is_small_and_whole():
