@@ -16,6 +16,10 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
+
+settings.register_profile("hintloop", deadline=None, max_examples=50)  # a busy machine is no failure
+settings.load_profile("hintloop")
 
 ROOT = Path(__file__).parent.parent
 

@@ -156,18 +156,15 @@ def attributes(repository: Path) -> dict[str, set[str]]:
 
 
 SCALARS = (
-    st.text()
+    st.text(max_size=20)
     | st.booleans()
     | st.integers(-(2**63), 2**63 - 1)
     | st.floats(allow_nan=False, allow_infinity=False)
 )
+KEYS = st.text(max_size=8)
+VALUES = SCALARS | st.lists(SCALARS, max_size=3) | st.dictionaries(KEYS, SCALARS, max_size=3)
 
 
-@given(
-    st.dictionaries(
-        st.text(),
-        st.dictionaries(st.text(), SCALARS | st.lists(SCALARS) | st.dictionaries(st.text(), SCALARS)),
-    )
-)
+@given(st.dictionaries(KEYS, st.dictionaries(KEYS, VALUES, max_size=4), max_size=3))
 def test_written_toml_reads_back(tables: dict[str, dict[str, object]]) -> None:
     assert tomllib.loads(toml.dumps(tables)) == tables
