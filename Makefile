@@ -6,7 +6,7 @@ READY := $(VENV)/.installed
 .PHONY: play test check clean
 
 play: $(READY)
-	$(VENV)/bin/hintloop play --preset laptop $(ARGS)
+	$(VENV)/bin/hintloop play $(if $(findstring --resume,$(ARGS)),,--preset laptop) $(ARGS)
 
 test: $(READY)
 	.ci/check

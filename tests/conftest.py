@@ -11,11 +11,12 @@ import importlib.util
 import os
 import shutil
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
 
 import pytest
+import structlog
 from hypothesis import settings
 
 settings.register_profile("hintloop", deadline=None, max_examples=50)  # a busy machine is no failure
@@ -74,6 +75,13 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
             if name in _required():
                 pytest.fail(f"HINTLOOP_REQUIRE has {name}, but {reason}", pytrace=False)
             pytest.skip(reason)
+
+
+@pytest.fixture(autouse=True)
+def _logging_as_it_was() -> Iterator[None]:
+    """A command under test points the log at its own stderr, which is closed when the test ends."""
+    yield
+    structlog.reset_defaults()
 
 
 @pytest.fixture(scope="session")
