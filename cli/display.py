@@ -160,7 +160,8 @@ def state_text(status: Mapping[str, Any]) -> str:
     """A part's state and for how long it has been in it."""
     if not status:
         return "starting"
-    return f"{status['state']} ({duration(max(time.time() - status['since'], 0.0))})"
+    does = status["state"].rpartition("; ")[2]  # an evaluation goes on top of what it interrupts
+    return f"{does} ({duration(max(time.time() - status['since'], 0.0))})"
 
 
 def duration(seconds: float) -> str:
