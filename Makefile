@@ -10,7 +10,7 @@ play: $(READY)
 
 test: $(READY)
 	.ci/check
-	$(VENV)/bin/python -m pytest $(ARGS)
+	$(VENV)/bin/python -m pytest -n 2 --dist loadfile $(ARGS)
 
 check: $(READY)
 	.ci/check
