@@ -237,7 +237,16 @@ class Manager:
             return
         await self._pacer.reserve(group.version)
         async with self._journal:  # fair: appends come in the order of the reservations
-            await asyncio.to_thread(self._append, episodes)
+            writing = asyncio.create_task(self._write(group, episodes))
+            try:
+                await asyncio.shield(writing)
+            except asyncio.CancelledError:
+                await writing  # what is in the journal is counted, also when the run stops meanwhile
+                raise
+
+    async def _write(self, group: _Group, episodes: Sequence[Episode]) -> None:
+        """Append a group to the journal and count it."""
+        await asyncio.to_thread(self._append, episodes)
         self._pacer.appended()
         self._lost_in_a_row = 0
         self._board.group_done(episodes)
