@@ -244,7 +244,7 @@ class Manager:
                 await writing  # what is in the journal is counted, also when the run stops meanwhile
                 raise
 
-    async def _write(self, group: _Group, episodes: Sequence[Episode]) -> None:
+    async def _write(self, group: _Group, episodes: list[Episode]) -> None:
         """Append a group to the journal and count it."""
         await asyncio.to_thread(self._append, episodes)
         self._pacer.appended()
