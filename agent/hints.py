@@ -34,19 +34,30 @@ def kinds() -> list[str]:
 
 def _tool_not_found(meta: dict[str, Any]) -> str:
     near = f"use {meta['nearest']}; " if meta.get("nearest") else ""
-    return f"{near}tools are read_file, edit_file, run_tests, submit, write_file, bash"
+    return f"there is no {meta['name']}; {near}tools are read_file, edit_file, run_tests, submit, write_file, bash"
+
+
+def _file_not_found(meta: dict[str, Any]) -> str:
+    missing = f"there is no {meta['path']}; " if meta.get("path") else ""
+    return f"{missing}files are {', '.join(meta.get('files', [])) or 'none yet'}"
 
 
 def _edit_no_match(meta: dict[str, Any]) -> str:
-    """Where the old text is, if anywhere; else what the named line holds. Naming a wrong line would mislead."""
-    if meta.get("found"):
-        return f"{meta['old']} is in line {', '.join(map(str, meta['found']))}"
+    """That the old text is not where it was looked for, and where it is; or what there is in its place."""
     if meta.get("num_lines"):
-        return f"the file has {meta['num_lines']} lines"
+        return f"there is no line {meta['line']}, the file has {meta['num_lines']} lines"
+    line = f"line {meta['line']}" if meta.get("line") else None
+    if meta.get("found"):
+        found = ", ".join(map(str, meta["found"]))
+        return (
+            f"{line} has no {meta['old']}, it is in line {found}"
+            if line
+            else f"give the line, one of {found}"
+        )
     if meta.get("line_text") is None:
         return "old must be text of the file, read it first"
-    where = f"line {meta['line']}" if meta.get("line") else "the nearest line"
-    return f"{where} is: {meta['line_text']}"
+    there = f"{line} has no {meta['old']}, {line}" if line else "no line has that text, the nearest"
+    return f"{there} is: {meta['line_text']}"
 
 
 def _repeated_failure(meta: dict[str, Any]) -> str:
@@ -58,7 +69,7 @@ _DEFAULTS: dict[str, Template] = {
     "json_decode": lambda meta: "write one tool call as valid JSON",
     "type_error": lambda meta: f"{meta['name']} needs {', '.join(meta['required']) or 'no arguments'}",
     "command_not_found": lambda meta: "that command is not installed here",
-    "file_not_found": lambda meta: f"files are {', '.join(meta.get('files', [])) or 'none yet'}",
+    "file_not_found": _file_not_found,
     "permission_denied": lambda meta: "use a path inside of the working directory",
     "syntax_error": lambda meta: "the code that ran has a syntax error, look at the line that it names",
     "edit_no_match": _edit_no_match,

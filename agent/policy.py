@@ -2,8 +2,8 @@
 
 A model folder may hold ``hintloop.json``: ``renderer`` names the family of its chat template, as the package
 ``renderers`` calls it (``qwen3``, ``glm-5``, ...), and ``prompt`` the style of its first messages. Without it
-the family follows from the model's name on the hub. A template that ``renderers`` does not know is refused:
-rendering it through its Jinja text would not keep earlier tokens as they were.
+the family follows from the model's name on the hub or from its chat template (``family.py``). A template that
+no renderer renders is refused: going through its Jinja text would not keep earlier tokens as they were.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from hintloop.agent.conversation import Message
+from hintloop.agent.family import family_of
 from hintloop.envs.models import TaskInfo
 
 SETTINGS_FILE = "hintloop.json"
@@ -56,11 +57,11 @@ def load_renderer(source: str | Path) -> ChatFormat:
     """
     settings = _settings(Path(source))
     tokenizer = _load_tokenizer(source, own="renderer" in settings)
-    family = settings.get("renderer") or _family_of(source)
+    family = settings.get("renderer") or family_of(source, tokenizer, make_renderer)
     return ChatFormat(
         name=str(source),
         tokenizer=tokenizer,
-        renderer=_make_renderer(tokenizer, family),
+        renderer=make_renderer(tokenizer, family),
         fingerprint=fingerprint(tokenizer),
         prompt=_prompt_style(settings),
     )
@@ -120,20 +121,8 @@ def _load_tokenizer(source: str | Path, *, own: bool) -> Any:
         raise ValueError(f"{source} has no tokenizer that can be loaded: {error}") from error
 
 
-def _family_of(source: str | Path) -> str:
-    from renderers.base import MODEL_RENDERER_MAP
-
-    family = MODEL_RENDERER_MAP.get(str(source))
-    if family is None:
-        raise ValueError(
-            f"`renderers` does not know the chat template of {source} by name; if it is that of a known "
-            f'family, say so in {SETTINGS_FILE} in the model folder: {{"renderer": "<family>"}} with one of '
-            f"{', '.join(sorted(set(MODEL_RENDERER_MAP.values())))}"
-        )
-    return str(family)
-
-
-def _make_renderer(tokenizer: Any, family: str) -> Any:
+def make_renderer(tokenizer: Any, family: str) -> Any:
+    """The renderer of a family. ``ValueError`` when the tokenizer does not fit or there is no such family."""
     from renderers import config_from_name, create_renderer
 
     if family in ("default", "auto"):

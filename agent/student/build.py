@@ -2,12 +2,11 @@
 
 What was left out: packing, mixed precision, evaluation inside the loop. The recipe is the one of
 ``docs/student.md``: Muon on the hidden matrices and AdamW on the rest, a curriculum from files with many
-bugs to files with one, and an average of the weights at the end.
+bugs to files with one, practice in using hints, and an average of the weights.
 """
 
 from __future__ import annotations
 
-import copy
 import json
 import random
 from collections.abc import Callable
@@ -17,11 +16,11 @@ from typing import Any
 
 import torch
 from renderers import Qwen3RendererConfig, create_renderer
-from torch.nn.functional import cross_entropy
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from hintloop.agent.student.encode import Encoded, TraceEncoder
-from hintloop.agent.student.muon import Muon
+from hintloop.agent.student.fit import Fit
+from hintloop.agent.student.practice import practise
 from hintloop.agent.student.tokenizer import SPECIAL_TOKENS, train_tokenizer
 from hintloop.agent.student.traces import TraceMaker
 from hintloop.envs.tasksets.bugfix.taskset import load
@@ -36,10 +35,15 @@ _BUCKET = 16
 class Recipe:
     """Warm-start settings; the defaults make the packaged student."""
 
-    steps: int = 500
+    steps: int = 450
+    """On expert traces."""
+    hint_steps: int = 150
+    """Of practice in using hints, afterwards."""
     batch_size: int = 16
     muon_learning_rate: float = 0.02
     adam_learning_rate: float = 3e-3
+    hint_rate: float = 0.3
+    """Step sizes of the practice, as a part of the ones above."""
     multiple_early: float = 0.75
     """Share of files with several bugs in the first 40 % of the steps; falls linearly until 65 %."""
     multiple_late: float = 0.15
@@ -93,44 +97,36 @@ def warm_start(
     recipe: Recipe,
     on_progress: Progress | None = None,
 ) -> Qwen3ForCausalLM:
-    """Supervised training on traces made on the fly; returns the averaged weights."""
-    optimizers = _optimizers(model, recipe)
-    peaks = [[group["lr"] for group in optimizer.param_groups] for optimizer in optimizers]
-    averaged = copy.deepcopy(model)
+    """Supervised training on traces made on the fly, then practice with hints; returns the averaged weights."""
+    fit = Fit(
+        model,
+        muon_learning_rate=recipe.muon_learning_rate,
+        adam_learning_rate=recipe.adam_learning_rate,
+    )
+    total = recipe.steps + recipe.hint_steps
+
+    def say(step: int, values: dict[str, float]) -> None:
+        if on_progress is not None:
+            on_progress(step + 1, total, values)
+
     bucket: list[list[Encoded]] = []
     for step in range(recipe.steps):
         done = step / recipe.steps
         if not bucket:
             bucket = _make_batches(maker, encoder, recipe, done)
-        loss, said = weighted_loss(model, bucket.pop())
-        loss.backward()  # type: ignore[no-untyped-call]
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        factor = min(1.0, (step + 1) / 60) * (1.0 if done < 0.6 else max(0.05, 1 - (done - 0.6) / 0.4))
-        for optimizer, rates in zip(optimizers, peaks, strict=True):
-            for group, rate in zip(optimizer.param_groups, rates, strict=True):
-                group["lr"] = rate * factor
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
-        _average(averaged, model, max(0.02, 1 / (step + 1)))
-        if on_progress is not None:
-            on_progress(step + 1, recipe.steps, {"loss": float(loss.detach()), "said": said})
-    return averaged
-
-
-def weighted_loss(model: Qwen3ForCausalLM, batch: list[Encoded]) -> tuple[torch.Tensor, float]:
-    """Weighted mean cross-entropy of a batch, and the plain mean over what the agent says (nats)."""
-    length = max(len(row.token_ids) for row in batch)
-    ids = torch.zeros(len(batch), length, dtype=torch.long)
-    weights = torch.zeros(len(batch), length)
-    for index, row in enumerate(batch):
-        ids[index, : len(row.token_ids)] = torch.tensor(row.token_ids)
-        weights[index, : len(row.weights)] = torch.tensor(row.weights)
-    hidden = model.model(ids).last_hidden_state[:, :-1]
-    weights, targets = weights[:, 1:], ids[:, 1:]
-    used = weights > 0
-    losses = cross_entropy(model.lm_head(hidden[used]), targets[used], reduction="none")
-    said = losses[weights[used] >= 1].detach().mean()
-    return (losses * weights[used]).sum() / weights[used].sum(), float(said)
+        rate = min(1.0, (step + 1) / 60) * (1.0 if done < 0.6 else 1 - 0.7 * (done - 0.6) / 0.4)
+        say(step, fit.step(bucket.pop(), rate))
+    practise(
+        fit,
+        maker,
+        encoder,
+        steps=recipe.hint_steps,
+        batch_size=recipe.batch_size,
+        rate=recipe.hint_rate,
+        max_length=MAX_LENGTH,
+        on_step=lambda step, values: say(recipe.steps + step, values),
+    )
+    return fit.averaged
 
 
 def save(folder: Path, model: Qwen3ForCausalLM, tokenizer: Any, recipe: Recipe) -> None:
@@ -176,20 +172,3 @@ def _make_batches(
     batches = [rows[i : i + recipe.batch_size] for i in range(0, len(rows), recipe.batch_size)]
     maker.rng.shuffle(batches)
     return batches
-
-
-def _optimizers(model: Qwen3ForCausalLM, recipe: Recipe) -> list[torch.optim.Optimizer]:
-    named = dict(model.named_parameters())
-    hidden = [p for name, p in named.items() if p.ndim == 2 and "embed" not in name and "lm_head" not in name]
-    chosen = {id(p) for p in hidden}
-    others = [p for p in named.values() if id(p) not in chosen]
-    return [
-        Muon(hidden, lr=recipe.muon_learning_rate),
-        torch.optim.AdamW(others, lr=recipe.adam_learning_rate, betas=(0.9, 0.98), weight_decay=0.01),
-    ]
-
-
-@torch.no_grad()
-def _average(averaged: Qwen3ForCausalLM, model: Qwen3ForCausalLM, rate: float) -> None:
-    for mean, current in zip(averaged.parameters(), model.parameters(), strict=True):
-        mean.lerp_(current, rate)

@@ -23,7 +23,7 @@ class TraceEncoder:
     """Encodes traces with one renderer and tokenizer."""
 
     def __init__(self, renderer: Any, tokenizer: Any):
-        self._renderer, self._tokenizer = renderer, tokenizer
+        self.renderer, self.tokenizer = renderer, tokenizer
         self._edit_from = self._single('", "line": ')
         self._edit_to = self._single('"}}')
 
@@ -37,9 +37,9 @@ class TraceEncoder:
             if turn.hint is not None:
                 messages.append({"role": "system", "content": turn.hint})
             if not ids:
-                prompt = list(self._renderer.render_ids(messages, add_generation_prompt=True))
+                prompt = list(self.renderer.render_ids(messages, add_generation_prompt=True))
             else:
-                rendered = self._renderer.bridge_to_next_turn(prompt, ids[len(prompt) :], messages)
+                rendered = self.renderer.bridge_to_next_turn(prompt, ids[len(prompt) :], messages)
                 prompt = list(rendered.token_ids)
             weights += [CONTEXT_WEIGHT] * (len(prompt) - len(ids))
             said = self._encode(turn.text + "<|im_end|>")
@@ -47,6 +47,10 @@ class TraceEncoder:
             weights += self._turn_weights(said)
             messages = [{"role": "tool", "content": turn.output}]
         return Encoded(ids[:max_length], weights[:max_length])
+
+    def turn(self, context: list[int], said: list[int]) -> Encoded:
+        """One turn behind its context, with the same weights."""
+        return Encoded(context + said, [CONTEXT_WEIGHT] * len(context) + self._turn_weights(said))
 
     def _turn_weights(self, said: list[int]) -> list[float]:
         weights = [1.0] * len(said)
@@ -58,7 +62,7 @@ class TraceEncoder:
         return weights
 
     def _encode(self, text: str) -> list[int]:
-        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False)
+        ids: list[int] = self.tokenizer.encode(text, add_special_tokens=False)
         return ids
 
     def _single(self, text: str) -> int:

@@ -39,16 +39,16 @@ _OPERATORS = ("+", "-", "*", "%", ">", "<", ">=", "<=", "==", "!=", "+=", "-=", 
 class Habits:
     """Probabilities, per turn where they apply, of what the expert does besides the right call."""
 
-    wrong_name: float = 0.06
-    wrong_path: float = 0.05
-    wrong_old: float = 0.06
-    wrong_line: float = 0.06
-    missing_argument: float = 0.05
-    bad_json: float = 0.05
+    wrong_name: float = 0.08
+    wrong_path: float = 0.07
+    wrong_old: float = 0.08
+    wrong_line: float = 0.08
+    missing_argument: float = 0.07
+    bad_json: float = 0.07
     wrong_fix: float = 0.35
     """Per episode: a plausible but wrong edit first, mended after the tests have shown it."""
     skip_tests: float = 0.3
-    give_up: float = 0.25
+    give_up: float = 0.35
     """After a failing test: submit all the same."""
     read_again: float = 0.15
     hinted_trace: float = 0.5
@@ -145,12 +145,15 @@ class TraceMaker:
         self._singles = [(key, number) for key, numbers in self._bugs.items() for number in numbers]
         self._multiples = [key for key, numbers in self._bugs.items() if len(numbers) >= 3]
 
-    def single(self) -> Trace:
-        """A human trace on a file with one bug."""
+    def task(self) -> Task:
+        """A file with one bug."""
         key, number = self._rng.choice(self._singles)
         bug = self._taskset.bugs[key][number]
-        task = self._taskset.make(key, [bug], random_spelling(self._rng), "bugfix/trace")
-        return _Expert(self, task).play()
+        return self._taskset.make(key, [bug], random_spelling(self._rng), "bugfix/trace")
+
+    def single(self) -> Trace:
+        """A human trace on a file with one bug."""
+        return _Expert(self, self.task()).play()
 
     def multiple(self) -> Trace:
         """A faultless trace on a file with two to six bugs: practice in copying and editing."""
@@ -164,7 +167,8 @@ class TraceMaker:
         guided = self._rng.random() < self._habits.guided
         while left := fixes(workspace.text, task.solution[PATH]):
             fix = self._rng.choice(left) if guided else left[0]
-            hint = _line_hint(ToolBox(task, workspace), fix) if guided else None
+            lines = workspace.text.count("\n") + 1
+            hint = _where_hint(ToolBox(task, workspace), fix, lines) if guided else None
             turns.append(_turn(tools, fix, hint))
         turns.append(_turn(tools, ToolCall(name="submit")))
         system, user = first_messages(task)
@@ -196,10 +200,13 @@ def _turn(tools: ToolBox, call: ToolCall, hint: str | None = None) -> TraceTurn:
     return TraceTurn(call_text(call), tools.call(call).output, hint)
 
 
-def _line_hint(tools: ToolBox, fix: ToolCall) -> str | None:
-    """What the agent would be told after a failing edit of the line that ``fix`` mends."""
-    error = tools.call(_changed(fix, old="??")).error
-    return hints.dispatch(error) if error else None
+def _where_hint(tools: ToolBox, fix: ToolCall, num_lines: int) -> str | None:
+    """What the agent would be told after the edit ``fix`` of a line that does not have its old text."""
+    for line in range(1, num_lines + 1):
+        error = tools.call(_changed(fix, line=line, new=fix.arguments["old"])).error
+        if error:
+            return hints.dispatch(error)
+    return None
 
 
 class _Expert:

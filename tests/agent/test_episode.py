@@ -137,7 +137,7 @@ def test_an_error_of_the_agent_becomes_a_hint_site_at_the_turn_that_failed(chat:
     decode = chat.tokenizer.decode
     assert decode(list(episode.token_ids[site.insert_at : site.start])) == "<|im_start|>assistant\n"
     assert decode(list(site.hint_ids)) == f"<|im_start|>system\n{site.hint}<|im_end|>\n"
-    assert site.hint == "Hint: files are solution.py"
+    assert site.hint == "Hint: there is no a.py; files are solution.py"
     assert decode(list(episode.token_ids[site.start : site.end])) == texts[1] + "<|im_end|>"
     assert dict(played.notes.errors) == {"file_not_found": 1}
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import shutil
 from pathlib import Path
@@ -10,7 +11,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hintloop.agent.policy import ChatFormat, PromptStyle, fingerprint, first_messages, load_renderer
+from hintloop.agent.policy import (
+    ChatFormat,
+    PromptStyle,
+    fingerprint,
+    first_messages,
+    load_renderer,
+    make_renderer,
+)
 from hintloop.envs.models import TaskInfo
 from hintloop.envs.tools import TOOL_PROMPT, TOOLS
 
@@ -49,6 +57,26 @@ def test_an_unknown_chat_template_is_refused_and_the_message_says_what_to_do(
     (folder / "hintloop.json").unlink()
     with pytest.raises(ValueError, match=r"does not know the chat template.*hintloop\.json.*qwen3"):
         load_renderer(folder)
+
+
+@pytest.mark.parametrize(
+    ("template", "family"), [("qwen2_5", "qwen3"), ("qwen3", "qwen3"), ("llama3_1", None), ("phi3", None)]
+)
+def test_a_chat_template_tells_the_family_where_the_name_does_not(
+    student_folder: Path, tmp_path: Path, template: str, family: str | None
+) -> None:
+    folder = tmp_path / "someones-model"
+    shutil.copytree(student_folder, folder)
+    (folder / "hintloop.json").unlink()
+    trl = Path(str(importlib.util.find_spec("trl").origin)).parent
+    (folder / "chat_template.jinja").write_text((trl / "chat_templates" / f"{template}.jinja").read_text())
+    if family is None:
+        with pytest.raises(ValueError, match="does not know the chat template"):
+            load_renderer(folder)
+    else:
+        chat = load_renderer(folder)
+        assert type(chat.renderer) is type(make_renderer(chat.tokenizer, family))
+        assert chat.prompt is PromptStyle.SCHEMAS
 
 
 @pytest.mark.parametrize("name", ["default", "auto", "no-such-family", "llama-3"])

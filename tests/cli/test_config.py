@@ -28,7 +28,7 @@ def test_every_preset_is_valid_and_survives_a_round_trip(name: str, tmp_path: Pa
 
 
 def test_bundled_presets() -> None:
-    assert preset_names() == ["laptop", "smoke"]
+    assert preset_names() == ["laptop", "model", "smoke"]
 
 
 def test_later_layers_win(tmp_path: Path) -> None:
@@ -125,7 +125,7 @@ def test_agreement_counts_the_scripted_expert() -> None:
 def test_unreadable_files_and_unknown_presets_are_user_errors(tmp_path: Path) -> None:
     broken = tmp_path / "broken.toml"
     broken.write_text("[run\n")
-    with pytest.raises(UserError, match="no preset 'lapdog'; there are laptop, smoke"):
+    with pytest.raises(UserError, match="no preset 'lapdog'; there are laptop, model, smoke"):
         load_config(preset="lapdog")
     with pytest.raises(UserError, match="is not TOML"):
         load_config(file=broken)

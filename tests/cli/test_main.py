@@ -66,7 +66,7 @@ def no_tokenizer(tmp_path: Path) -> Path:
 
 
 def test_unknown_preset(fails: Fails) -> None:
-    assert fails("play", "--preset", "lapdog") == "no preset 'lapdog'; there are laptop, smoke"
+    assert fails("play", "--preset", "lapdog") == "no preset 'lapdog'; there are laptop, model, smoke"
 
 
 def test_unknown_key(fails: Fails) -> None:
