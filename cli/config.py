@@ -19,8 +19,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from hintloop.cli import toml
 from hintloop.cli.errors import UserError
 from hintloop.learner.config import LearnerConfig
-from hintloop.rollout.config import EvaluationConfig, RolloutConfig, TeachersConfig
-from hintloop.rollout.teachers import TeacherSpec
+from hintloop.rollout.config import EvaluationConfig, RolloutConfig, TeachersConfig, TeacherSpec
 
 TWINS = (
     ("run.seed", "learner.seed"),

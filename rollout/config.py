@@ -6,8 +6,6 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from hintloop.rollout.teachers import TeacherSpec
-
 
 class _Settings(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
@@ -69,6 +67,23 @@ class EvaluationConfig(_Settings):
     """Whole episodes kept of each evaluation, for the report."""
 
 
+class TeacherSpec(_Settings):
+    """One teacher."""
+
+    name: str
+    """How it is named in pairs and reports."""
+    base_url: str
+    """Root of its API, ``/v1`` included."""
+    model: str
+    """Name of the model there."""
+    api_key_env: str | None = None
+    """Environment variable that holds the key; None: no key is sent."""
+    usd_per_mtok_in: float = Field(default=0.0, ge=0)
+    """Price of a million prompt tokens, US dollars."""
+    usd_per_mtok_out: float = Field(default=0.0, ge=0)
+    """Price of a million answer tokens, US dollars."""
+
+
 class TeachersConfig(_Settings):
     """Who is asked for better actions, when, and what counts as agreement."""
 
@@ -77,7 +92,7 @@ class TeachersConfig(_Settings):
     agree: int = Field(default=1, ge=1)
     """Teachers that must give the same action."""
     ask_probability: float = Field(default=0.1, ge=0, le=1)
-    """Chance that a turn without error is asked about; turns with a tool error always are."""
+    """Chance that a turn is asked about all the same when the agent made no tool error in it."""
     max_asks_per_episode: int = Field(default=3, ge=0)
     """Turns asked about per episode at most."""
     timeout_s: float = Field(default=30.0, gt=0)

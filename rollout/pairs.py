@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 
 from hintloop.agent.conversation import RenderError
 from hintloop.agent.episode import TurnEvent
+from hintloop.envs.errors import Cause
 from hintloop.envs.models import ToolCall
 from hintloop.replay.episode import PreferencePair
 from hintloop.rollout.teachers import Teacher, TeacherAnswer
@@ -35,7 +36,7 @@ class AskRule:
     agree: int
     """Teachers that must give the same action."""
     ask_probability: float
-    """For a turn without error; turns with one are always asked about."""
+    """For a turn without an error of the agent; turns with one are always asked about."""
     max_asks: int
     """Turns asked about per episode at most."""
     deadline_s: float
@@ -112,7 +113,10 @@ class PairMaker:
     def on_turn(self, event: TurnEvent) -> None:
         """Ask about this turn, or not; returns at once."""
         chance = self._random.random() < self._rule.ask_probability
-        wanted = event.ended and (chance or bool(event.errors))
+        mistake = any(
+            error.cause is Cause.MODEL for error in event.errors
+        )  # a failing test shows one, is none
+        wanted = event.ended and (chance or mistake)
         if wanted and len(self._asked) < self._rule.max_asks:
             self._counts.asked_turns += 1
             self._asked[asyncio.create_task(self._ask_all(event))] = event

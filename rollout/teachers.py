@@ -16,31 +16,12 @@ from typing import Any
 
 import httpx
 import stamina
-from pydantic import BaseModel, ConfigDict, Field
 
 from hintloop.envs.models import ToolCall
+from hintloop.rollout.config import TeacherSpec
 
 RETRY_STATUS = frozenset({408, 409, 425, 429, 500, 502, 503, 504})
 MAX_ERROR_CHARS = 200
-
-
-class TeacherSpec(BaseModel):
-    """One teacher."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
-
-    name: str
-    """How it is named in pairs and reports."""
-    base_url: str
-    """Root of its API, ``/v1`` included."""
-    model: str
-    """Name of the model there."""
-    api_key_env: str | None = None
-    """Environment variable that holds the key; None: no key is sent."""
-    usd_per_mtok_in: float = Field(default=0.0, ge=0)
-    """Price of a million prompt tokens, US dollars."""
-    usd_per_mtok_out: float = Field(default=0.0, ge=0)
-    """Price of a million answer tokens, US dollars."""
 
 
 @dataclass(frozen=True, slots=True)

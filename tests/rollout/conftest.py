@@ -46,7 +46,7 @@ class Step:
 
 @dataclass
 class TinyWorld:
-    """Opens environments where reading fails and submitting ends; ``reward`` decides by episode id.
+    """Opens environments where tests and reading fail and submitting ends; ``reward`` decides by episode id.
 
     ``lose`` says for an episode id whether its environment breaks at the first step.
     """
@@ -95,6 +95,8 @@ class TinyEnvironment:
             raise EnvironmentLost("the socket was closed")
         if action.name == "submit":
             return Step(ToolResult(output="submitted", done=True, reward=self.world.reward(self.episode_id)))
+        if action.name == "run_tests":
+            return Step(failure(tool_error("test_failure", "0/4 pass")))
         error = tool_error(
             "file_not_found", "no such file: nowhere.py", path="nowhere.py", files=["solution.py"]
         )

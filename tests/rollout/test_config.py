@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 from pydantic import BaseModel, ValidationError
 
-from hintloop.rollout.config import EvaluationConfig, RolloutConfig, TeachersConfig
-from hintloop.rollout.teachers import TeacherSpec
+from hintloop.rollout.config import EvaluationConfig, RolloutConfig, TeachersConfig, TeacherSpec
 
 SETTINGS = (RolloutConfig, EvaluationConfig, TeachersConfig, TeacherSpec)
 

@@ -17,9 +17,10 @@ from hintloop.agent.engine import Sampling
 from hintloop.agent.episode import EpisodeSpec
 from hintloop.envs.models import ToolCall
 from hintloop.replay.episode import Episode, PreferencePair
+from hintloop.rollout.config import TeacherSpec
 from hintloop.rollout.expert_server import completion
 from hintloop.rollout.pairs import AskRule, PairCounts, PairMaker, agree, canonical
-from hintloop.rollout.teachers import Teacher, TeacherAnswer, TeacherSpec
+from hintloop.rollout.teachers import Teacher, TeacherAnswer
 
 GOOD = ToolCall(name="read_file", arguments={"path": "solution.py"})
 SUBMIT = ToolCall(name="submit", arguments={})
@@ -85,6 +86,17 @@ def test_a_turn_with_an_error_becomes_a_pair(make_player: Any, world: Any) -> No
     assert pair.chosen_ids != pair.rejected_ids
     assert (pair.asked, pair.agreed, pair.teachers, pair.verified) == (1, 1, ("one",), False)
     assert (counts.asked_turns, counts.pairs) == (1, 1)
+
+
+def test_a_failing_test_is_no_mistake_and_is_not_asked_about(make_player: Any, world: Any) -> None:
+    test_then_submit = [
+        f'<tool_call>\n{{"name": "{name}", "arguments": {{}}}}\n</tool_call>'
+        for name in ("run_tests", "submit")
+    ]
+    player = make_player(lambda session, turn: test_then_submit[turn])
+    episode, pairs, counts, _ = play(player, world(), {"one": lambda messages: GOOD})
+    assert [turn.error_kind for turn in episode.turns if turn.role == "assistant"] == ["test_failure", None]
+    assert (pairs, counts.asked_turns) == ((), 0)
 
 
 def test_agreement_of_two_of_three(make_player: Any, world: Any) -> None:

@@ -25,12 +25,11 @@ from hintloop.envs.task import get_task, load_taskset
 from hintloop.replay.episode import Episode, Outcome
 from hintloop.replay.journal import Journal
 from hintloop.replay.weights import WeightStore
-from hintloop.rollout.config import EvaluationConfig, RolloutConfig, TeachersConfig
+from hintloop.rollout.config import EvaluationConfig, RolloutConfig, TeachersConfig, TeacherSpec
 from hintloop.rollout.engines.scripted import ScriptedEngine
 from hintloop.rollout.manager import choose_task, group_id
 from hintloop.rollout.pacing import LearnerSilent
 from hintloop.rollout.run import Agent, RolloutSummary, run_rollout
-from hintloop.rollout.teachers import TeacherSpec
 from hintloop.rollout.weights import Fetched, NoWeights, WeightsRefused
 
 SEED = 5

@@ -13,8 +13,9 @@ from pydantic import ValidationError
 
 from hintloop.envs.models import ToolCall
 from hintloop.envs.tools import TOOLS
+from hintloop.rollout.config import TeacherSpec
 from hintloop.rollout.expert_server import completion, create_app
-from hintloop.rollout.teachers import Teacher, TeacherAnswer, TeacherSpec
+from hintloop.rollout.teachers import Teacher, TeacherAnswer
 
 URL = "http://teacher.test/v1"
 CALL = ToolCall(name="read_file", arguments={"path": "solution.py"})
