@@ -50,6 +50,8 @@ class LearnerConfig(BaseModel):
     """Weight of the preference channel; 0 switches it off, reference model included."""
     dpo_beta: float = Field(0.1, gt=0)
     """Inverse temperature of the preference loss."""
+    chosen_nll: float = Field(0.0, ge=0)
+    """Weight, within the preference channel, of the mean negative log-likelihood of the chosen response (RPO)."""
     max_sites_per_step: int = Field(64, ge=1)
     """Hint sites used per step; more are sampled down and counted."""
     max_pairs_per_step: int = Field(32, ge=1)

@@ -195,7 +195,14 @@ class ThreeChannelTrainer(GRPOTrainer):
         assert self.side.reference is not None, "pairs without a reference model"
         with reading(self.side.reference):
             reference = self._response_logps(self.side.reference, batch)
-        result = dpo(chosen, rejected, *reference, beta=self.learner_config.dpo_beta)
+        result = dpo(
+            chosen,
+            rejected,
+            *reference,
+            beta=self.learner_config.dpo_beta,
+            chosen_nll=self.learner_config.chosen_nll,
+            chosen_lengths=batch.pair_response[: len(chosen)].sum(1),
+        )
         self._stats.add("dpo_margin_mean", float(result.margins.sum()), len(result.margins))
         self._stats.add("dpo_accuracy", float(result.accuracies.sum()), len(result.margins))
         return result.losses.sum() / batch.totals.pairs

@@ -24,16 +24,31 @@ class Preference:
 
 
 def dpo(
-    chosen: Tensor, rejected: Tensor, reference_chosen: Tensor, reference_rejected: Tensor, *, beta: float
+    chosen: Tensor,
+    rejected: Tensor,
+    reference_chosen: Tensor,
+    reference_rejected: Tensor,
+    *,
+    beta: float,
+    chosen_nll: float = 0.0,
+    chosen_lengths: Tensor | None = None,
 ) -> Preference:
-    """``-log sigmoid(beta [(l_c - l_c_ref) - (l_r - l_r_ref)])`` per pair.
+    """``-log sigmoid(beta [(l_c - l_c_ref) - (l_r - l_r_ref)]) - chosen_nll * l_c / length`` per pair.
 
     Each argument is ``(P,)``: the sum of the log-probabilities of a response's tokens, its end-of-turn token
-    included. Source: Rafailov et al., arXiv:2305.18290, eq. 7. ``ValueError`` when the shapes differ.
+    included, and ``chosen_lengths`` the number of those tokens, needed when ``chosen_nll`` is not 0. The first
+    term may lower the chosen response as long as it lowers the rejected one more; the second keeps it up.
+    Sources: Rafailov et al., arXiv:2305.18290, eq. 7; Pang et al., arXiv:2404.19733, eq. 1 (with their alpha).
+    ``ValueError`` when the shapes differ.
     """
     shapes = {t.shape for t in (chosen, rejected, reference_chosen, reference_rejected)}
     if len(shapes) != 1 or chosen.ndim != 1:
         raise ValueError(f"need four (P,) vectors, not {sorted(tuple(s) for s in shapes)}")
     reference = (reference_chosen - reference_rejected).detach()
     logits = beta * ((chosen - rejected) - reference)
-    return Preference(-F.logsigmoid(logits), logits.detach())
+    losses = -F.logsigmoid(logits)
+    if chosen_nll:
+        if chosen_lengths is None or chosen_lengths.shape != chosen.shape:
+            raise ValueError("chosen_nll needs the length of each chosen response")
+        losses = losses - chosen_nll * chosen / chosen_lengths
+    return Preference(losses, logits.detach())

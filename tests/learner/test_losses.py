@@ -122,7 +122,7 @@ def test_head_logprobs_and_entropy_are_those_of_its_logits() -> None:
     torch.testing.assert_close(entropy, -(expected.exp() * expected).sum(-1))
 
 
-def trl_dpo(logps: torch.Tensor, reference: torch.Tensor, beta: float) -> float:
+def trl_dpo(logps: torch.Tensor, reference: torch.Tensor, beta: float, chosen_nll: float = 0.0) -> float:
     """TRL's own loss for (2, P) log-probabilities of one-token responses, chosen first."""
     flat = logps.reshape(-1, 1)
     outputs = SimpleNamespace(
@@ -138,8 +138,8 @@ def trl_dpo(logps: torch.Tensor, reference: torch.Tensor, beta: float) -> float:
         ld_alpha=None,
         precompute_ref_logps=True,
         f_divergence_type="reverse_kl",
-        loss_types=["sigmoid"],
-        loss_weights=[1.0],
+        loss_types=["sigmoid", "sft"],
+        loss_weights=[1.0, chosen_nll],
         beta=beta,
         use_weighting=False,
         _metrics={"eval": defaultdict(list)},
@@ -162,6 +162,18 @@ def test_dpo_equals_trl() -> None:
     logps, reference = -5 * torch.rand(2, 6, dtype=torch.float64), -5 * torch.rand(2, 6, dtype=torch.float64)
     ours = dpo(*logps, *reference, beta=0.3).losses.mean().item()
     assert ours == pytest.approx(trl_dpo(logps, reference, 0.3), abs=1e-9)
+    lengths = torch.ones(6)
+    kept_up = dpo(*logps, *reference, beta=0.3, chosen_nll=0.7, chosen_lengths=lengths).losses.mean().item()
+    assert kept_up == pytest.approx(trl_dpo(logps, reference, 0.3, 0.7), abs=1e-9)
+
+
+def test_the_nll_of_the_chosen_response_is_a_mean_over_its_tokens() -> None:
+    one, lengths = torch.tensor([-6.0, -6.0]), torch.tensor([2, 3])
+    plain = dpo(one, one, one, one, beta=0.1).losses
+    kept_up = dpo(one, one, one, one, beta=0.1, chosen_nll=0.5, chosen_lengths=lengths).losses
+    assert (kept_up - plain).tolist() == pytest.approx([1.5, 1.0])
+    with pytest.raises(ValueError, match="length"):
+        dpo(one, one, one, one, beta=0.1, chosen_nll=0.5)
 
 
 def test_dpo_at_the_reference_is_log_two_with_gradient_half_beta() -> None:
