@@ -43,21 +43,16 @@ def _file_not_found(meta: dict[str, Any]) -> str:
 
 
 def _edit_no_match(meta: dict[str, Any]) -> str:
-    """That the old text is not where it was looked for, and where it is; or what there is in its place."""
+    """Where the old text is, if anywhere. What was wrong about the call is not named: a small model copies it."""
     if meta.get("num_lines"):
-        return f"there is no line {meta['line']}, the file has {meta['num_lines']} lines"
-    line = f"line {meta['line']}" if meta.get("line") else None
+        return f"the file has {meta['num_lines']} lines"
     if meta.get("found"):
-        found = ", ".join(map(str, meta["found"]))
-        return (
-            f"{line} has no {meta['old']}, it is in line {found}"
-            if line
-            else f"give the line, one of {found}"
-        )
+        return f"{meta['old']} is in line {', '.join(map(str, meta['found']))}"
+    if meta.get("line"):
+        return "copy old from its line, as read_file shows it"
     if meta.get("line_text") is None:
         return "old must be text of the file, read it first"
-    there = f"{line} has no {meta['old']}, {line}" if line else "no line has that text, the nearest"
-    return f"{there} is: {meta['line_text']}"
+    return f"the nearest line is: {meta['line_text']}"
 
 
 def _repeated_failure(meta: dict[str, Any]) -> str:

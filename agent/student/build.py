@@ -25,7 +25,6 @@ from hintloop.agent.student.tokenizer import SPECIAL_TOKENS, train_tokenizer
 from hintloop.agent.student.traces import TraceMaker
 from hintloop.envs.tasksets.bugfix.taskset import load
 
-MAX_LENGTH = 512
 _TOKENIZER_TRACES = 3000
 _BUCKET = 16
 """Batches that are sorted by length together."""
@@ -37,7 +36,7 @@ class Recipe:
 
     steps: int = 450
     """On expert traces."""
-    hint_steps: int = 150
+    hint_steps: int = 120
     """Of practice in using hints, afterwards."""
     batch_size: int = 16
     muon_learning_rate: float = 0.02
@@ -123,7 +122,6 @@ def warm_start(
         steps=recipe.hint_steps,
         batch_size=recipe.batch_size,
         rate=recipe.hint_rate,
-        max_length=MAX_LENGTH,
         on_step=lambda step, values: say(recipe.steps + step, values),
     )
     return fit.averaged
@@ -167,7 +165,7 @@ def _make_batches(
     rows = []
     for _ in range(recipe.batch_size * _BUCKET):
         trace = maker.multiple() if maker.rng.random() < multiple else maker.single()
-        rows.append(encoder.encode(trace, MAX_LENGTH))
+        rows.append(encoder.encode(trace))
     rows.sort(key=lambda row: len(row.token_ids))
     batches = [rows[i : i + recipe.batch_size] for i in range(0, len(rows), recipe.batch_size)]
     maker.rng.shuffle(batches)

@@ -7,6 +7,7 @@ from typing import Any
 
 from hintloop.agent.student.traces import Trace
 
+MAX_LENGTH = 512
 CONTEXT_WEIGHT = 0.1
 EDIT_WEIGHT = 3.0
 
@@ -27,7 +28,7 @@ class TraceEncoder:
         self._edit_from = self._single('", "line": ')
         self._edit_to = self._single('"}}')
 
-    def encode(self, trace: Trace, max_length: int) -> Encoded:
+    def encode(self, trace: Trace, max_length: int = MAX_LENGTH) -> Encoded:
         """Weights: 1 on what the agent says, 3 on the arguments of its edits, 0.1 on everything else."""
         messages: list[dict[str, str]] = [*trace.messages]
         ids: list[int] = []

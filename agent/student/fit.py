@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
-from torch.nn.functional import cross_entropy
+from torch.nn.functional import cross_entropy, kl_div
 from transformers import Qwen3ForCausalLM
 
 from hintloop.agent.student.encode import Encoded
@@ -14,6 +15,15 @@ from hintloop.agent.student.muon import Muon
 
 MAX_GRAD_NORM = 1.0
 AVERAGE_RATE = 0.02
+
+
+@dataclass(frozen=True, slots=True)
+class SameTurn:
+    """A turn behind two contexts that must make no difference to it."""
+
+    context: list[int]
+    other: list[int]
+    said: list[int]
 
 
 class Fit:
@@ -25,9 +35,11 @@ class Fit:
         self._peaks = [[group["lr"] for group in optimizer.param_groups] for optimizer in self._optimizers]
         self._steps = 0
 
-    def step(self, batch: Sequence[Encoded], rate: float) -> dict[str, float]:
+    def step(self, batch: Sequence[Encoded], rate: float, same: Sequence[SameTurn] = ()) -> dict[str, float]:
         """Train on a batch at ``rate`` times the peak step sizes; the losses, in nats per token."""
         loss, said = weighted_loss(self.model, batch)
+        if same:
+            loss = loss + difference(self.model, same)
         loss.backward()  # type: ignore[no-untyped-call]
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), MAX_GRAD_NORM)
         for optimizer, peaks in zip(self._optimizers, self._peaks, strict=True):
@@ -43,6 +55,25 @@ class Fit:
     def _average(self, rate: float) -> None:
         for mean, current in zip(self.averaged.parameters(), self.model.parameters(), strict=True):
             mean.lerp_(current, rate)
+
+
+def difference(model: Qwen3ForCausalLM, turns: Sequence[SameTurn]) -> torch.Tensor:
+    """Mean over the tokens of the turns of KL(behind ``context`` || behind ``other``), nats; trains the latter."""
+    with torch.no_grad():
+        wanted = _logprobs(model, [(turn.context, turn.said) for turn in turns])
+    found = _logprobs(model, [(turn.other, turn.said) for turn in turns])
+    return kl_div(found, wanted, reduction="batchmean", log_target=True)
+
+
+def _logprobs(model: Qwen3ForCausalLM, rows: Sequence[tuple[list[int], list[int]]]) -> torch.Tensor:
+    """(N, V) log-probabilities at the N tokens of the second parts, in order."""
+    ids = torch.zeros(len(rows), max(len(a) + len(b) for a, b in rows), dtype=torch.long)
+    used = torch.zeros_like(ids, dtype=torch.bool)
+    for index, (context, said) in enumerate(rows):
+        end = len(context) + len(said)
+        ids[index, :end] = torch.tensor(context + said)
+        used[index, len(context) - 1 : end - 1] = True
+    return torch.log_softmax(model.lm_head(model.model(ids).last_hidden_state[used]), -1)
 
 
 def weighted_loss(model: Qwen3ForCausalLM, batch: Sequence[Encoded]) -> tuple[torch.Tensor, float]:

@@ -1,9 +1,10 @@
-"""The second part of the warm start: practice in using hints, at the student's own mistakes.
+"""The second part of the warm start: practice in using hints, at the student's own calls.
 
-The student plays training tasks. Where its call fails, it is taught the right call after the matching hint,
-and its own failing call after a hint that belongs to another failure. So what a hint says decides, not that
-there is one; without that contrast a student learns that any hint means care, and hint distillation has
-nothing to teach it. What it does without a hint is kept by traces as in the first part.
+The student plays training tasks. Where its call fails, it is taught the right call after the matching hint.
+After a hint that belongs to another failure it is taught to go on as without one: its distribution over the
+whole turn is pulled to the one that it has without the hint. So what a hint says decides, not that there is
+one; without that contrast a student learns that any hint means care, and hint distillation has nothing to
+teach it.
 """
 
 from __future__ import annotations
@@ -11,14 +12,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from hintloop.agent.student.attempts import Attempt, attempts
-from hintloop.agent.student.encode import Encoded, TraceEncoder
-from hintloop.agent.student.fit import Fit
+from hintloop.agent.student.encode import TraceEncoder
+from hintloop.agent.student.fit import Fit, SameTurn
 from hintloop.agent.student.traces import TraceMaker
 
 TASKS_PER_ROUND = 64
 TURNS = 3
 TRACE_SHARE = 0.25
-"""Part of a batch that is traces."""
+"""Traces in a batch, as a part of it: they keep what the student does without hints."""
 _SHARE_READ = 0.8
 
 
@@ -30,38 +31,30 @@ def practise(
     steps: int,
     batch_size: int,
     rate: float,
-    max_length: int,
     on_step: Callable[[int, dict[str, float]], None],
 ) -> None:
     """Train ``steps`` steps; step sizes fall linearly from ``rate`` times their peak to a tenth of that."""
-    rows = _practice_rows(fit, maker, encoder, max_length)
+    played = _play(fit, maker, encoder)
     num_traces = round(batch_size * TRACE_SHARE)
     for step in range(steps):
-        batch = [next(rows) for _ in range(batch_size - num_traces)]
-        batch += [encoder.encode(maker.single(), max_length) for _ in range(num_traces)]
-        on_step(step, fit.step(batch, rate * (1 - 0.9 * step / steps)))
+        chosen = [next(played) for _ in range(batch_size - num_traces)]
+        hinted = [encoder.turn(a.hinted(a.hint), a.right) for a, _ in chosen if a.hint]
+        traces = [encoder.encode(maker.single()) for _ in range(num_traces)]
+        ignored = [SameTurn(a.context, a.hinted(other), a.said) for a, other in chosen]
+        on_step(step, fit.step([*hinted, *traces], rate * (1 - 0.9 * step / steps), ignored))
 
 
-def _practice_rows(fit: Fit, maker: TraceMaker, encoder: TraceEncoder, max_length: int) -> Iterator[Encoded]:
-    """Without end; the student that plays is the one in training."""
-    rng = maker.rng
+def _play(fit: Fit, maker: TraceMaker, encoder: TraceEncoder) -> Iterator[tuple[Attempt, str]]:
+    """Without end: turns of the student in training, each with the hint of another failure."""
     while True:
         tasks = [maker.task() for _ in range(TASKS_PER_ROUND)]
-        has_read = rng.random() < _SHARE_READ
+        has_read = maker.rng.random() < _SHARE_READ
         found = attempts(
             fit.model, encoder.renderer, encoder.tokenizer, tasks, has_read=has_read, turns=TURNS
         )
-        rows = [row for attempt in found for row in _contrast(attempt, found, maker, encoder)]
-        rng.shuffle(rows)
-        yield from (row for row in rows if len(row.token_ids) <= max_length)
-
-
-def _contrast(
-    attempt: Attempt, others: list[Attempt], maker: TraceMaker, encoder: TraceEncoder
-) -> list[Encoded]:
-    """The right call after the matching hint, and the student's own call after another one."""
-    rows = [encoder.turn(attempt.hinted(attempt.hint), attempt.right)] if attempt.hint else []
-    hints = sorted({other.hint for other in others if other.hint and other.hint != attempt.hint})
-    if hints:
-        rows.append(encoder.turn(attempt.hinted(maker.rng.choice(hints)), attempt.said))
-    return rows
+        hints = sorted({attempt.hint for attempt in found if attempt.hint})
+        maker.rng.shuffle(found)
+        for attempt in found:
+            others = [hint for hint in hints if hint != attempt.hint]
+            if others:
+                yield attempt, maker.rng.choice(others)

@@ -2,9 +2,8 @@
 
 A trace solves a bugfix task through the real tools (on trusted code, in this process). On the way the expert
 makes the tool errors that a young agent makes, and recovers from them. In hinted traces the error that it is
-about to make is turned into its hint instead, and the right call follows; where the hint belongs to another
-error, it often errs all the same. So what a hint says decides, not that there is one: without that contrast
-a student learns that any hint means care, and hint distillation has nothing to teach it.
+about to make is turned into its hint instead, and the right call follows. Now and then a hint belongs to
+another error; then the expert acts as if there were none.
 """
 
 from __future__ import annotations
@@ -56,8 +55,6 @@ class Habits:
     """Per turn of a hinted trace."""
     stray_hint: float = 0.4
     """Per hint: it belongs to another error."""
-    err_after_stray: float = 0.6
-    """After a stray hint: make the error that the turn was meant to show."""
     guided: float = 0.5
     """Per file with several bugs: the lines are mended in any order, and hints say which is next."""
 
@@ -255,13 +252,13 @@ class _Expert:
 
     def _act(self, call: ToolCall) -> ToolResult | None:
         """Take one turn: the right call, perhaps after a hint, or a failing one. None when the call failed."""
-        hint, failing = None, None
+        hint = None
         if self._hinted and self._rng.random() < self._habits.hinted_turn:
             failing = self._failing(call, certain=True)
             hint, matches = self._maker.hint_for(self._dry_run(failing)) if failing else (None, False)
-            if matches or self._rng.random() >= self._habits.err_after_stray:
-                failing = None
-        failing = failing if hint else self._failing(call)
+            failing = None if matches else self._failing(call)
+        else:
+            failing = self._failing(call)
         text, tried = failing or (call_text(call), call)
         result = self._tools.call(tried)
         self._turns.append(TraceTurn(text, result.output, hint))
