@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 from rich.console import Console
 from rich.table import Table
@@ -31,7 +31,8 @@ def table(rows: Sequence[Row], *, title: str | None = None) -> Table:
     """A table whose columns are the keys of the first row; numbers to the right."""
     made = Table(title=title, title_justify="left", header_style="bold")
     for name, value in (rows[0] if rows else {}).items():
-        made.add_column(name, justify="right" if isinstance(value, (int, float)) else "left")
+        justify: Literal["left", "right"] = "right" if isinstance(value, (int, float)) else "left"
+        made.add_column(name, justify=justify, overflow="fold")
     for row in rows:
         made.add_row(*(Text(cell(value)) for value in row.values()))
     return made
