@@ -49,10 +49,6 @@ class TraceEncoder:
             messages = [{"role": "tool", "content": turn.output}]
         return Encoded(ids[:max_length], weights[:max_length])
 
-    def turn(self, context: list[int], said: list[int]) -> Encoded:
-        """One turn behind its context, with the same weights."""
-        return Encoded(context + said, [CONTEXT_WEIGHT] * len(context) + self._turn_weights(said))
-
     def _turn_weights(self, said: list[int]) -> list[float]:
         weights = [1.0] * len(said)
         if self._edit_from in said:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from torch.nn.functional import cross_entropy, kl_div
+from torch.nn.functional import cross_entropy, kl_div, logsigmoid
 from transformers import Qwen3ForCausalLM
 
 from hintloop.agent.student.encode import Encoded
@@ -17,13 +17,26 @@ MAX_GRAD_NORM = 1.0
 AVERAGE_RATE = 0.02
 
 
+Ids = list[int]
+
+
 @dataclass(frozen=True, slots=True)
 class SameTurn:
     """A turn behind two contexts that must make no difference to it."""
 
-    context: list[int]
-    other: list[int]
-    said: list[int]
+    context: Ids
+    other: Ids
+    said: Ids
+
+
+@dataclass(frozen=True, slots=True)
+class BetterTurn:
+    """A context with a hint, which must make ``right`` likelier and ``failing`` less likely than without it."""
+
+    context: Ids
+    hinted: Ids
+    right: Ids
+    failing: Ids
 
 
 class Fit:
@@ -35,11 +48,21 @@ class Fit:
         self._peaks = [[group["lr"] for group in optimizer.param_groups] for optimizer in self._optimizers]
         self._steps = 0
 
-    def step(self, batch: Sequence[Encoded], rate: float, same: Sequence[SameTurn] = ()) -> dict[str, float]:
-        """Train on a batch at ``rate`` times the peak step sizes; the losses, in nats per token."""
+    def step(
+        self,
+        batch: Sequence[Encoded],
+        rate: float,
+        same: Sequence[SameTurn] = (),
+        better: Sequence[BetterTurn] = (),
+    ) -> dict[str, float]:
+        """Train on a batch at ``rate`` times the peak step sizes; the losses, in nats."""
         loss, said = weighted_loss(self.model, batch)
+        losses = {"loss": loss}
         if same:
-            loss = loss + difference(self.model, same)
+            losses["same"] = difference(self.model, same)
+        if better:
+            losses["better"] = preference(self.model, better)
+        loss = torch.stack(list(losses.values())).sum()
         loss.backward()  # type: ignore[no-untyped-call]
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), MAX_GRAD_NORM)
         for optimizer, peaks in zip(self._optimizers, self._peaks, strict=True):
@@ -49,7 +72,7 @@ class Fit:
             optimizer.zero_grad(set_to_none=True)
         self._steps += 1
         self._average(max(AVERAGE_RATE, 1 / self._steps))
-        return {"loss": float(loss.detach()), "said": said}
+        return {name: float(value.detach()) for name, value in losses.items()} | {"said": said}
 
     @torch.no_grad()
     def _average(self, rate: float) -> None:
@@ -60,20 +83,44 @@ class Fit:
 def difference(model: Qwen3ForCausalLM, turns: Sequence[SameTurn]) -> torch.Tensor:
     """Mean over the tokens of the turns of KL(behind ``context`` || behind ``other``), nats; trains the latter."""
     with torch.no_grad():
-        wanted = _logprobs(model, [(turn.context, turn.said) for turn in turns])
-    found = _logprobs(model, [(turn.other, turn.said) for turn in turns])
+        wanted, _, _ = _logprobs(model, [(turn.context, turn.said) for turn in turns])
+    found, _, _ = _logprobs(model, [(turn.other, turn.said) for turn in turns])
     return kl_div(found, wanted, reduction="batchmean", log_target=True)
 
 
-def _logprobs(model: Qwen3ForCausalLM, rows: Sequence[tuple[list[int], list[int]]]) -> torch.Tensor:
-    """(N, V) log-probabilities at the N tokens of the second parts, in order."""
+def preference(model: Qwen3ForCausalLM, turns: Sequence[BetterTurn]) -> torch.Tensor:
+    """DPO with the student without the hint as the reference, and the likelihood of the right call on top.
+
+    Lowering an unlikely call takes a loss of its own: the likelihood of the right one hardly notices it.
+    """
+    with torch.no_grad():
+        before = _sums(model, [(t.context, said) for t in turns for said in (t.right, t.failing)])
+    after = _sums(model, [(t.hinted, said) for t in turns for said in (t.right, t.failing)])
+    margin = (after - before).view(-1, 2) @ torch.tensor([1.0, -1.0])
+    lengths = torch.tensor([float(len(turn.right)) for turn in turns])
+    return -logsigmoid(margin).mean() - (after.view(-1, 2)[:, 0] / lengths).mean()
+
+
+def _sums(model: Qwen3ForCausalLM, rows: Sequence[tuple[Ids, Ids]]) -> torch.Tensor:
+    """Log-probability of each second part, nats."""
+    logprobs, tokens, numbers = _logprobs(model, rows)
+    said = logprobs.gather(1, tokens[:, None])[:, 0]
+    return torch.zeros(len(rows)).index_add(0, numbers, said)
+
+
+def _logprobs(
+    model: Qwen3ForCausalLM, rows: Sequence[tuple[Ids, Ids]]
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(N, V) log-probabilities at the N tokens of the second parts, these tokens, and their row numbers."""
     ids = torch.zeros(len(rows), max(len(a) + len(b) for a, b in rows), dtype=torch.long)
     used = torch.zeros_like(ids, dtype=torch.bool)
     for index, (context, said) in enumerate(rows):
         end = len(context) + len(said)
         ids[index, :end] = torch.tensor(context + said)
         used[index, len(context) - 1 : end - 1] = True
-    return torch.log_softmax(model.lm_head(model.model(ids).last_hidden_state[used]), -1)
+    logprobs = torch.log_softmax(model.lm_head(model.model(ids).last_hidden_state[used]), -1)
+    rows_of, columns = used.nonzero(as_tuple=True)
+    return logprobs, ids[rows_of, columns + 1], rows_of
 
 
 def weighted_loss(model: Qwen3ForCausalLM, batch: Sequence[Encoded]) -> tuple[torch.Tensor, float]:

@@ -1,6 +1,7 @@
 """The second part of the warm start: practice in using hints, at the student's own calls.
 
-The student plays training tasks. Where its call fails, it is taught the right call after the matching hint.
+The student plays training tasks. Where its call fails, the matching hint is to make that call less likely and
+the right one likelier than they are without it.
 After a hint that belongs to another failure it is taught to go on as without one: its distribution over the
 whole turn is pulled to the one that it has without the hint. So what a hint says decides, not that there is
 one; without that contrast a student learns that any hint means care, and hint distillation has nothing to
@@ -13,7 +14,7 @@ from collections.abc import Callable, Iterator
 
 from hintloop.agent.student.attempts import Attempt, attempts
 from hintloop.agent.student.encode import TraceEncoder
-from hintloop.agent.student.fit import Fit, SameTurn
+from hintloop.agent.student.fit import BetterTurn, Fit, SameTurn
 from hintloop.agent.student.traces import TraceMaker
 
 TASKS_PER_ROUND = 64
@@ -38,10 +39,10 @@ def practise(
     num_traces = round(batch_size * TRACE_SHARE)
     for step in range(steps):
         chosen = [next(played) for _ in range(batch_size - num_traces)]
-        hinted = [encoder.turn(a.hinted(a.hint), a.right) for a, _ in chosen if a.hint]
+        better = [BetterTurn(a.context, a.hinted(a.hint), a.right, a.said) for a, _ in chosen if a.hint]
         traces = [encoder.encode(maker.single()) for _ in range(num_traces)]
-        ignored = [SameTurn(a.context, a.hinted(other), a.said) for a, other in chosen]
-        on_step(step, fit.step([*hinted, *traces], rate * (1 - 0.9 * step / steps), ignored))
+        same = [SameTurn(a.context, a.hinted(other), a.said) for a, other in chosen]
+        on_step(step, fit.step(traces, rate * (1 - 0.9 * step / steps), same, better))
 
 
 def _play(fit: Fit, maker: TraceMaker, encoder: TraceEncoder) -> Iterator[tuple[Attempt, str]]:
