@@ -1,34 +1,29 @@
-"""One optimizer step as tensors: rows of all three channels in micro-batches, with the step's denominators.
-
-Padding is on the right and attention masks come from lengths, never from token values. The denominators span
-the whole step, so how it is split into micro-batches changes no gradient.
-"""
+"""One optimizer step: which episodes, hint sites and preference pairs enter it, and what they add up to."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass
 from typing import TypeVar
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from hintloop.learner.rows import (
-    PairRow,
+    HintContext,
+    PairContext,
     Policy,
-    Row,
-    TeacherRow,
     group_advantages,
-    pair_row,
+    hint_context,
+    pair_context,
     policy_of,
-    student_row,
-    teacher_row,
+    row_of,
 )
+from hintloop.learner.tensors import MicroBatch, Totals, split
 from hintloop.replay.episode import Episode
 
 T = TypeVar("T")
+C = TypeVar("C", HintContext, PairContext)
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,54 +35,6 @@ class BatchRules:
     max_staleness: int | None = None
     max_sites: int = 64
     max_pairs: int = 32
-
-
-@dataclass(frozen=True, slots=True)
-class Totals:
-    """Denominators of the step."""
-
-    tokens: int = 0
-    """Trainable tokens of all episodes that vote, those with advantage 0 included."""
-    rows: int = 0
-    """Episodes that vote."""
-    hint_tokens: int = 0
-    pairs: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class MicroBatch:
-    """B student rows, their R teacher rows, and P pairs; any of them may be none."""
-
-    ids: Tensor
-    """(B, T)"""
-    attention: Tensor
-    """(B, T), 1 on tokens"""
-    trained: Tensor
-    """(B, T) bool: tokens of the policy loss"""
-    logprobs: Tensor
-    """(B, T) of the policy that sampled"""
-    advantages: Tensor
-    """(B,)"""
-    teacher_ids: Tensor
-    """(R, U)"""
-    teacher_attention: Tensor
-    """(R, U)"""
-    student_index: Tensor
-    """(K, 2): row and position in ``ids`` of the states that predict the compared tokens"""
-    teacher_index: Tensor
-    """(K, 2): the same in ``teacher_ids``"""
-    pair_ids: Tensor
-    """(2P, W): P chosen rows, then P rejected rows in the same order"""
-    pair_attention: Tensor
-    """(2P, W)"""
-    pair_response: Tensor
-    """(2P, W) bool: tokens of the response"""
-    totals: Totals
-
-    def to(self, device: torch.device) -> MicroBatch:
-        """The same on another device."""
-        tensors = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "totals"}
-        return replace(self, **{name: tensor.to(device) for name, tensor in tensors.items()})
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,24 +62,31 @@ def build_step(
     advantages = [a for group in groups for a in group_advantages([_vote(e, rules) for e in group])]
     usable = [(e, a) for e, a in zip(episodes, advantages, strict=True) if _vote(e, rules) is not None]
     policies = [policy_of(e, version=version, max_staleness=rules.max_staleness) for e, _ in usable]
-    sites = _sites([e for e, _ in usable], policies, rules, random, counts)
-    pairs = _pairs([e for e, _ in usable], rules, random, counts)
-    rows = [
-        row
-        for (episode, advantage), policy, chosen in zip(usable, policies, sites, strict=True)
-        if (row := student_row(episode, policy, advantage, chosen))
+    found_sites = [
+        [hint_context(episode, site, policy.fresh) for site in episode.hint_sites]
+        for (episode, _), policy in zip(usable, policies, strict=True)
     ]
+    found_pairs = [[pair_context(episode, pair) for pair in episode.pairs] for episode, _ in usable]
+    sites = _choose("sites", found_sites, rules.max_sites, rules.vocabulary, random, counts)
+    pairs = _choose("pairs", found_pairs, rules.max_pairs, rules.vocabulary, random, counts)
+    made = [
+        row_of(episode, advantage, policy, hints, preferences)
+        for (episode, advantage), policy, hints, preferences in zip(
+            usable, policies, sites, pairs, strict=True
+        )
+    ]
+    rows = [row for row in made if row]
     totals = Totals(
         tokens=sum(int(p.scored.sum()) for (_, a), p in zip(usable, policies, strict=True) if a is not None),
         rows=sum(a is not None for _, a in usable),
         hint_tokens=sum(len(site.student_index) for row in rows for site in row.sites),
-        pairs=len(pairs),
+        pairs=sum(len(row.pairs) for row in rows),
     )
     counts.update(episodes=len(episodes), episodes_unusable=len(episodes) - len(usable), groups=len(groups))
-    counts.update(rows=len(rows), sites=sum(len(row.sites) for row in rows), pairs=len(pairs))
+    counts.update(rows=len(rows), sites=sum(len(row.sites) for row in rows), pairs=totals.pairs)
     counts.update(tokens=totals.tokens, hint_tokens=totals.hint_tokens)
     return StepBatch(
-        _split(rows, pairs, totals, rules.micro_batches),
+        split(rows, totals, rules.micro_batches),
         totals,
         {**counts, **_means([e for e, _ in usable], policies)},
         tuple(e.episode_id for e in episodes),
@@ -146,40 +100,22 @@ def _vote(episode: Episode, rules: BatchRules) -> float | None:
     return episode.reward if known and episode.source != "evaluation" else None
 
 
-def _sites(
-    episodes: list[Episode],
-    policies: list[Policy],
-    rules: BatchRules,
+def _choose(
+    name: str,
+    found: list[list[C | None]],
+    limit: int,
+    vocabulary: int,
     random: np.random.Generator,
     counts: Counter[str],
-) -> list[list[TeacherRow]]:
-    """The teacher rows of each episode."""
-    chosen: list[list[TeacherRow]] = [[] for _ in episodes]
-    if not rules.max_sites:
-        return chosen
-    found = [
-        (index, teacher_row(episode, site, policies[index].fresh))
-        for index, episode in enumerate(episodes)
-        for site in episode.hint_sites
-    ]
-    valid = [(i, row) for i, row in found if row is not None and row.ids.max() < rules.vocabulary]
-    taken = _sample(valid, rules.max_sites, random)
-    counts.update(sites_unusable=len(found) - len(valid), sites_left_out=len(valid) - len(taken))
-    for index, row in taken:
-        chosen[index].append(row)
-    return [sorted(rows, key=lambda row: int(row.student_index[-1])) for rows in chosen]
-
-
-def _pairs(
-    episodes: list[Episode], rules: BatchRules, random: np.random.Generator, counts: Counter[str]
-) -> list[PairRow]:
-    if not rules.max_pairs:
-        return []
-    found = [pair_row(episode, pair) for episode in episodes for pair in episode.pairs]
-    valid = [p for p in found if p and max(p.chosen.max(), p.rejected.max()) < rules.vocabulary]
-    taken = _sample(valid, rules.max_pairs, random)
-    counts.update(pairs_unusable=len(found) - len(valid), pairs_left_out=len(valid) - len(taken))
-    return taken
+) -> list[list[C]]:
+    """At most ``limit`` of the contexts found in each episode, without the unusable ones."""
+    if not limit:
+        return [[] for _ in found]
+    every = [(number, context) for number, contexts in enumerate(found) for context in contexts]
+    valid = [(n, c) for n, c in every if c and all(ids.max() < vocabulary for ids in c.sequences)]
+    taken = _sample(valid, limit, random)
+    counts[f"{name}_unusable"], counts[f"{name}_left_out"] = len(every) - len(valid), len(valid) - len(taken)
+    return [[context for n, context in taken if n == number] for number in range(len(found))]
 
 
 def _sample(items: list[T], limit: int, random: np.random.Generator) -> list[T]:
@@ -201,56 +137,3 @@ def _means(episodes: list[Episode], policies: list[Policy]) -> dict[str, float]:
     if len(lags):
         means["staleness_mean"], means["staleness_max"] = float(lags.mean()), float(lags.max())
     return means
-
-
-def _split(
-    rows: list[Row], pairs: list[PairRow], totals: Totals, micro_batches: int
-) -> tuple[MicroBatch, ...]:
-    """Neighbours in length share a micro-batch; long pairs go with short rows, to even out the memory."""
-    by_length = np.array_split(np.argsort([len(row) for row in rows], kind="stable"), micro_batches)
-    pair_order = np.argsort([-len(pair) for pair in pairs], kind="stable")
-    by_pair_length = np.array_split(pair_order, micro_batches)
-    return tuple(
-        _micro_batch([rows[i] for i in row_part], [pairs[i] for i in pair_part], totals)
-        for row_part, pair_part in zip(by_length, by_pair_length, strict=True)
-    )
-
-
-def _micro_batch(rows: list[Row], pairs: list[PairRow], totals: Totals) -> MicroBatch:
-    sites = [(index, site) for index, row in enumerate(rows) for site in row.sites]
-    both = [pair.chosen for pair in pairs] + [pair.rejected for pair in pairs]
-    starts = torch.tensor([pair.prompt_end for pair in pairs] * 2, dtype=torch.long)
-    pair_attention = _lengths_mask(both)
-    positions = torch.arange(pair_attention.shape[1])
-    return MicroBatch(
-        ids=_pad([row.ids for row in rows]),
-        attention=_lengths_mask([row.ids for row in rows]),
-        trained=_pad([row.trained for row in rows], torch.bool),
-        logprobs=_pad([row.logprobs for row in rows], torch.float32),
-        advantages=torch.tensor([row.advantage for row in rows], dtype=torch.float32),
-        teacher_ids=_pad([site.ids for _, site in sites]),
-        teacher_attention=_lengths_mask([site.ids for _, site in sites]),
-        student_index=_index([(row, site.student_index) for row, site in sites]),
-        teacher_index=_index([(number, site.teacher_index) for number, (_, site) in enumerate(sites)]),
-        pair_ids=_pad(both),
-        pair_attention=pair_attention,
-        pair_response=(positions[None] >= starts[:, None]) & pair_attention.bool(),
-        totals=totals,
-    )
-
-
-def _pad(arrays: Sequence[np.ndarray], dtype: torch.dtype = torch.long) -> Tensor:
-    padded = torch.zeros(len(arrays), max(map(len, arrays), default=0), dtype=dtype)
-    for row, array in enumerate(arrays):
-        padded[row, : len(array)] = torch.from_numpy(array)
-    return padded
-
-
-def _lengths_mask(arrays: Sequence[np.ndarray]) -> Tensor:
-    return _pad([np.ones(len(array), dtype=np.int64) for array in arrays])
-
-
-def _index(entries: Sequence[tuple[int, np.ndarray]]) -> Tensor:
-    """``(K, 2)`` of row and position."""
-    pairs = [torch.stack([torch.full((len(a),), row), torch.from_numpy(a)], dim=1) for row, a in entries]
-    return torch.cat(pairs) if pairs else torch.zeros(0, 2, dtype=torch.long)

@@ -37,42 +37,48 @@ class Policy:
 
 
 @dataclass(frozen=True, slots=True)
-class TeacherRow:
+class HintContext:
     """A hinted context with the tokens of the turn behind it, and the K positions that are compared."""
 
     ids: Ints
     student_index: Ints
-    """(K,): states of the student's row that predict the compared tokens."""
+    """(K,): states of the episode that predict the compared tokens."""
     teacher_index: Ints
     """(K,): states of ``ids`` that predict the same tokens."""
 
+    @property
+    def sequences(self) -> tuple[Ints, ...]:
+        return (self.ids,)
+
 
 @dataclass(frozen=True, slots=True)
-class PairRow:
-    """A preference pair: a shared prompt of ``prompt_end`` tokens and two responses behind it."""
+class PairContext:
+    """A preference pair: a shared prompt of ``prompt_end`` tokens with either response behind it."""
 
     chosen: Ints
     rejected: Ints
     prompt_end: int
 
-    def __len__(self) -> int:
-        return max(len(self.chosen), len(self.rejected))
+    @property
+    def sequences(self) -> tuple[Ints, ...]:
+        return (self.chosen, self.rejected)
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """The student's row of one episode, cut behind the last token that any channel needs."""
+    """What the channels need of one episode."""
 
     ids: Ints
+    """The whole episode."""
+    keep: int
+    """States that the policy loss and the hints need, from the first one on."""
     trained: Bools
-    """Tokens of the policy loss; all False when the advantage is 0."""
+    """(keep,): tokens of the policy loss; all False when the advantage is 0."""
     logprobs: Floats
-    """Recorded by the policy that sampled; 0 elsewhere."""
+    """(keep,): recorded by the policy that sampled; 0 elsewhere."""
     advantage: float
-    sites: tuple[TeacherRow, ...] = ()
-
-    def __len__(self) -> int:
-        return len(self.ids)
+    sites: tuple[HintContext, ...] = ()
+    pairs: tuple[PairContext, ...] = ()
 
 
 def group_advantages(rewards: Sequence[float | None]) -> list[float | None]:
@@ -100,8 +106,8 @@ def policy_of(episode: Episode, *, version: int, max_staleness: int | None) -> P
     return Policy(sampled, fresh, scored, lags[sampled])
 
 
-def teacher_row(episode: Episode, site: HintSite, fresh: Bools) -> TeacherRow | None:
-    """The hinted row of a site; None when it has no fresh token or its indices make no sense."""
+def hint_context(episode: Episode, site: HintSite, fresh: Bools) -> HintContext | None:
+    """The hinted context of a site; None when it has no fresh token or its indices make no sense."""
     if not 0 <= site.insert_at <= site.start < site.end <= len(episode.token_ids) or site.start < 1:
         return None
     ids = np.asarray(episode.token_ids, dtype=np.int64)
@@ -113,31 +119,35 @@ def teacher_row(episode: Episode, site: HintSite, fresh: Bools) -> TeacherRow | 
     assert (ids[tokens] == hinted[tokens + len(hint)]).all(), (
         "student and teacher must predict the same tokens"
     )
-    return TeacherRow(hinted, tokens - 1, tokens - 1 + len(hint))
+    return HintContext(hinted, tokens - 1, tokens - 1 + len(hint))
 
 
-def pair_row(episode: Episode, pair: PreferencePair) -> PairRow | None:
-    """Both rows of a pair; None when a response is empty, the two are equal or the prompt does not exist."""
+def pair_context(episode: Episode, pair: PreferencePair) -> PairContext | None:
+    """Both sides of a pair; None when a response is empty, the two are equal or the prompt does not exist."""
     if not 1 <= pair.prompt_end <= len(episode.token_ids) or not pair.chosen_ids or not pair.rejected_ids:
         return None
     if pair.chosen_ids == pair.rejected_ids:
         return None
     prompt = episode.token_ids[: pair.prompt_end]
     chosen, rejected = (np.asarray(prompt + r, dtype=np.int64) for r in (pair.chosen_ids, pair.rejected_ids))
-    return PairRow(chosen, rejected, pair.prompt_end)
+    return PairContext(chosen, rejected, pair.prompt_end)
 
 
-def student_row(
-    episode: Episode, policy: Policy, advantage: float | None, sites: Sequence[TeacherRow]
+def row_of(
+    episode: Episode,
+    advantage: float | None,
+    policy: Policy,
+    sites: Sequence[HintContext] = (),
+    pairs: Sequence[PairContext] = (),
 ) -> Row | None:
-    """The student's row; None when no channel has a token in it, so that it need not be computed."""
+    """The row of an episode; None when no channel has a token in it, so that it need not be computed."""
     votes = advantage is not None and advantage != 0.0
     trained = policy.scored if votes else np.zeros_like(policy.scored)
     needed = [*np.flatnonzero(trained)[-1:], *(int(site.student_index[-1]) for site in sites)]
-    if not needed:
+    if not needed and not pairs:
         return None
-    end = int(max(needed)) + 1
-    trained = trained[:end]
-    logprobs = np.where(trained, np.asarray(episode.logprobs[:end], dtype=np.float32), np.float32(0.0))
-    ids = np.asarray(episode.token_ids[:end], dtype=np.int64)
-    return Row(ids, trained, logprobs, float(advantage or 0.0), tuple(sites))
+    keep = int(max(needed, default=-1)) + 1
+    trained = trained[:keep]
+    logprobs = np.where(trained, np.asarray(episode.logprobs[:keep], dtype=np.float32), np.float32(0.0))
+    ids = np.asarray(episode.token_ids, dtype=np.int64)
+    return Row(ids, keep, trained, logprobs, float(advantage or 0.0), tuple(sites), tuple(pairs))

@@ -8,7 +8,7 @@ from collections import defaultdict
 import torch
 from torch import Tensor
 
-from hintloop.learner.batch import MicroBatch
+from hintloop.learner.tensors import MicroBatch
 
 
 class StepStats:

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 import torch.nn.functional as F
 from torch import Tensor
 
+from hintloop.learner.losses.head import Head
+
 
 @dataclass(frozen=True, slots=True)
 class Preference:
@@ -52,3 +54,16 @@ def dpo(
             raise ValueError("chosen_nll needs the length of each chosen response")
         losses = losses - chosen_nll * chosen / chosen_lengths
     return Preference(losses, logits.detach())
+
+
+def response_logps(
+    head: Head, states: Tensor, targets: Tensor, response: Tensor, pairs: int
+) -> tuple[Tensor, Tensor]:
+    """Summed log-probabilities ``(P,)`` of the chosen and of the rejected responses.
+
+    ``states`` (N, H) predict ``targets`` (N,), which belong to the responses with the numbers ``response``
+    (N,): below P the chosen ones, from P on the rejected ones in the same order.
+    """
+    logps, _ = head.logprobs(states, targets)
+    sums = logps.new_zeros(2 * pairs).index_add(0, response, logps)
+    return sums[:pairs], sums[pairs:]

@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hintloop.learner.batch import BatchRules, StepBatch, build_step
-from hintloop.learner.rows import group_advantages, pair_row, policy_of, student_row, teacher_row
+from hintloop.learner.packing import Packed
+from hintloop.learner.rows import group_advantages, hint_context, pair_context, policy_of, row_of
 from hintloop.replay.episode import Episode, Outcome
 
 from .factory import VOCABULARY, make_episode, make_groups
@@ -33,7 +34,7 @@ def test_student_and_teacher_predict_the_same_tokens_of_the_failing_turn(
     )
     policy = policy_of(episode, version=0, max_staleness=None)
     for site in episode.hint_sites:
-        row = teacher_row(episode, site, policy.fresh)
+        row = hint_context(episode, site, policy.fresh)
         assert row is not None
         ids = np.asarray(episode.token_ids)
         assert list(ids[row.student_index + 1]) == list(episode.token_ids[site.start : site.end])
@@ -74,7 +75,7 @@ def test_stale_and_unscored_tokens_are_masked_in_both_channels_and_counted() -> 
     logprobs[site.start + 1] = float("nan")
     episode = replace(episode, policy_versions=tuple(versions), logprobs=tuple(logprobs))
     policy = policy_of(episode, version=6, max_staleness=4)
-    row = teacher_row(episode, site, policy.fresh)
+    row = hint_context(episode, site, policy.fresh)
     assert row is not None
     assert list(row.student_index) == list(range(site.start, site.end - 1))
     assert not policy.scored[[site.start, site.start + 1]].any()
@@ -104,7 +105,7 @@ def test_rows_without_advantage_or_site_are_not_computed_but_count_in_the_denomi
     with_site = replace(
         same[0], hint_sites=make_episode("x", "g", np.random.default_rng(1), sites=1).hint_sites
     )
-    site_only = student_row(with_site, policy_of(with_site, version=0, max_staleness=None), 0.0, ())
+    site_only = row_of(with_site, 0.0, policy_of(with_site, version=0, max_staleness=None))
     assert site_only is None
 
 
@@ -112,9 +113,9 @@ def test_a_site_keeps_the_row_of_an_episode_without_advantage_and_cuts_it_at_the
     group = make_groups(1, 2, rewards=(0.0,), sites=1)[0]
     batch = build([group])
     (micro,) = batch.micro_batches
-    assert len(micro.ids) == 2
+    assert len(micro.student) == 2
     assert not micro.trained.any()
-    assert micro.ids.shape[1] == max(e.hint_sites[0].end - 1 for e in group)
+    assert micro.student.ids.shape[1] == max(e.hint_sites[0].end - 1 for e in group)
     assert (
         batch.totals.hint_tokens
         == len(micro.student_index)
@@ -133,22 +134,47 @@ def test_ungraded_evaluation_and_foreign_episodes_enter_no_channel() -> None:
     assert len(batch.episode_ids) == 5
 
 
-def test_dpo_rows_are_the_recorded_prompt_and_the_two_responses() -> None:
+def context(rows: Packed, row: int, column: int) -> tuple[int, ...]:
+    """The tokens that a state sees, its own included."""
+    return tuple(rows.ids[row, rows.mask()[row, 0, column] == 0].tolist())
+
+
+def test_responses_are_predicted_from_the_recorded_prompt_and_the_response_so_far() -> None:
     episode = make_episode("e", "g", np.random.default_rng(0), pairs=2)
-    batch = build([[episode]])
-    (micro,) = batch.micro_batches
-    pair = sorted(episode.pairs, key=lambda p: -p.prompt_end)[0]
-    size = int(micro.pair_attention[0].sum())
-    assert tuple(micro.pair_ids[0, :size].tolist()) == episode.token_ids[: pair.prompt_end] + pair.chosen_ids
-    assert tuple(micro.pair_ids[0][micro.pair_response[0]].tolist()) == pair.chosen_ids
-    assert tuple(micro.pair_ids[2][micro.pair_response[2]].tolist()) == pair.rejected_ids
+    other = replace(episode.pairs[0], rejected_ids=(5, 1))
+    episode = replace(episode, pairs=(*episode.pairs, other))
+    (micro,) = build([[episode]]).micro_batches
+    responses = [p.chosen_ids for p in episode.pairs] + [p.rejected_ids for p in episode.pairs]
+    assert micro.pairs == 3
+    for number, response in enumerate(responses):
+        prompt = episode.token_ids[: episode.pairs[number % 3].prompt_end]
+        tokens = (micro.pair_response == number).nonzero()[:, 0].tolist()
+        assert tuple(micro.pair_targets[tokens].tolist()) == response
+        for done, token in enumerate(tokens):
+            student, reference = micro.pair_student_index[token], micro.pair_reference_index[token]
+            assert context(micro.student, *student.tolist()) == prompt + response[:done]
+            assert context(micro.reference, *reference.tolist()) == prompt + response[:done]
+
+
+def test_compared_states_see_the_episode_with_and_without_its_hint() -> None:
+    episode = make_episode("e", "g", np.random.default_rng(0), sites=3, pairs=2)
+    (micro,) = build([[episode]]).micro_batches
+    expected = [
+        (episode.token_ids[: site.insert_at], site.hint_ids, episode.token_ids[site.insert_at : token])
+        for site in episode.hint_sites
+        for token in range(site.start, site.end)
+    ]
+    indices = zip(micro.student_index.tolist(), micro.teacher_index.tolist(), strict=True)
+    for (before, hint, after), (student, teacher) in zip(expected, indices, strict=True):
+        assert context(micro.student, *student) == before + after
+        assert context(micro.teacher, *teacher) == before + hint + after
 
 
 def test_sites_and_pairs_that_make_no_sense_are_counted_not_trained() -> None:
     episode = make_episode("e", "g", np.random.default_rng(0), sites=2, pairs=2)
     site, pair = episode.hint_sites[0], episode.pairs[0]
-    assert teacher_row(episode, replace(site, end=10_000), np.ones(10_000, dtype=bool)) is None
-    assert pair_row(episode, replace(pair, chosen_ids=pair.rejected_ids)) is None
+    assert hint_context(episode, replace(site, end=10_000), np.ones(10_000, dtype=bool)) is None
+    assert pair_context(episode, replace(pair, chosen_ids=pair.rejected_ids)) is None
     bad = replace(
         episode,
         hint_sites=(
@@ -170,8 +196,8 @@ def test_more_sites_and_pairs_than_allowed_are_sampled_with_the_seed_and_counted
     other = build_step(groups, rules, version=0, seed=(7, 2))
     assert (one.counts["sites"], one.counts["sites_left_out"]) == (5, 43)
     assert (one.counts["pairs"], one.counts["pairs_left_out"]) == (4, 44)
-    assert one.micro_batches[0].teacher_ids.equal(two.micro_batches[0].teacher_ids)
-    assert not one.micro_batches[0].pair_ids.equal(other.micro_batches[0].pair_ids)
+    assert one.micro_batches[0].teacher.ids.equal(two.micro_batches[0].teacher.ids)
+    assert not one.micro_batches[0].pair_targets.equal(other.micro_batches[0].pair_targets)
 
 
 def test_a_switched_off_channel_builds_nothing() -> None:
@@ -186,23 +212,23 @@ def test_a_split_keeps_every_row_token_and_index(seed: int, pieces: int) -> None
     groups = make_groups(3, 3, seed=seed, sites=2, pairs=1)
     whole, split = build(groups), build(groups, micro_batches=pieces)
     assert len(split.micro_batches) == pieces
-    for name in ("trained", "student_index", "pair_response"):
-        count = (lambda t: t.sum()) if name != "student_index" else (lambda t: t.shape[0])
-        assert sum(int(count(getattr(m, name))) for m in split.micro_batches) == int(
-            count(getattr(whole.micro_batches[0], name))
-        )
-    lengths = [m.ids.shape[1] for m in split.micro_batches if len(m.ids)]
+    for count in (
+        lambda micro: int(micro.trained.sum()),
+        lambda micro: len(micro.student_index),
+        lambda micro: len(micro.teacher_index),
+        lambda micro: len(micro.pair_student_index),
+        lambda micro: len(micro.pair_reference_index),
+        lambda micro: len(micro.pair_targets),
+    ):
+        assert sum(count(micro) for micro in split.micro_batches) == count(whole.micro_batches[0])
+    lengths = [m.student.ids.shape[1] for m in split.micro_batches if len(m.student)]
     assert lengths == sorted(lengths)
-    for micro in split.micro_batches:
-        student = micro.ids[micro.student_index[:, 0]].gather(1, micro.student_index[:, 1:])
-        teacher = micro.teacher_ids[micro.teacher_index[:, 0]].gather(1, micro.teacher_index[:, 1:])
-        assert student.shape == teacher.shape
-        assert (micro.attention.sum(1) > 0).all()
+    assert all((micro.student.branch[:, 0] == 0).all() for micro in split.micro_batches)
 
 
 def test_a_group_of_nothing_usable_is_an_empty_step() -> None:
     group = [replace(e, reward=None, outcome=Outcome.INFRA_ERROR) for e in make_groups(1, 2, sites=1)[0]]
     batch = build([group], micro_batches=2)
     assert batch.totals.tokens == batch.totals.hint_tokens == 0
-    assert all(not len(m.ids) for m in batch.micro_batches)
+    assert all(not len(m.student) for m in batch.micro_batches)
     assert "reward_mean" not in batch.counts

@@ -50,6 +50,7 @@ def train(
     folder: Path,
     *,
     teacher_model: Any = None,
+    reference_model: Any = None,
     **settings: Any,
 ) -> Record:
     """Train on the given groups, one list of groups per step."""
@@ -62,13 +63,14 @@ def train(
         max_pairs=64 if config.beta_replay else 0,
     )
     record = Record()
-    side = SideModels.of(model, config)
+    given = {"teacher": teacher_model, "reference": reference_model}
+    side = replace(SideModels.of(model, config), **{name: given[name] for name in given if given[name]})
     record.trainer = ThreeChannelTrainer(
         model,
         tiny_tokenizer(),
         config,
         (build_step(groups, rules, version=0, seed=(0, i)) for i, groups in enumerate(steps)),
-        side=replace(side, teacher=teacher_model) if teacher_model else side,
+        side=side,
         optimizer=make_optimizer(model, config),
         output_dir=folder,
         callbacks=[record],
@@ -120,12 +122,12 @@ def test_the_reward_channel_is_the_clipped_loss_with_the_recorded_policy(tmp_pat
 
 
 def test_the_hint_channel_is_the_divergence_at_the_failing_turn_only(tmp_path: Path) -> None:
-    (group,) = make_groups(1, 2, rewards=(0.0,), sites=1)
-    record = train(tiny_model(), [[group]], tmp_path, alpha_sdpo=1.0, jsd_beta=1.0, teacher="frozen")
+    (group,) = make_groups(1, 2, rewards=(0.0,), sites=3, pairs=1)
+    record = train(
+        tiny_model(), [[group]], tmp_path, alpha_sdpo=1.0, jsd_beta=1.0, teacher="frozen", beta_replay=0.0
+    )
     model, total, count = tiny_model(), torch.zeros(()), 0
-    for episode in group:
-        site = episode.hint_sites[0]
-        ids = episode.token_ids
+    for ids, site in [(episode.token_ids, site) for episode in group for site in episode.hint_sites]:
         hinted = ids[: site.insert_at] + site.hint_ids + ids[site.insert_at : site.end]
         size = site.end - site.start
         student = model(input_ids=torch.tensor([ids])).logits[0, site.start - 1 : site.end - 1]
@@ -136,6 +138,30 @@ def test_the_hint_channel_is_the_divergence_at_the_failing_turn_only(tmp_path: P
     assert record.metrics[0]["loss_sdpo"] == pytest.approx(float(total.detach() / count), rel=1e-4)
     assert "loss_grpo" not in record.metrics[0]
     assert (record.gradients[0] - expected).norm() < 1e-4 * expected.norm()
+
+
+@pytest.mark.parametrize("micro_batches", [1, 2])
+def test_the_preference_channel_is_dpo_on_sequences_of_their_own(micro_batches: int, tmp_path: Path) -> None:
+    (group,) = make_groups(1, 2, rewards=(0.0,), pairs=3)
+    foreign = replace(group[0].pairs[1], rejected_ids=(7, 9, 1))
+    group[0] = replace(group[0], pairs=(*group[0].pairs, foreign))
+    reference = tiny_model(seed=5).eval().requires_grad_(False)
+    settings: dict[str, Any] = {"beta_replay": 1.0, "chosen_nll": 0.3, "micro_batches": micro_batches}
+    record = train(tiny_model(), [[group]], tmp_path, reference_model=reference, alpha_sdpo=0.0, **settings)
+    model, losses = tiny_model(), []
+    for prompt, pair in [(e.token_ids[: p.prompt_end], p) for e in group for p in e.pairs]:
+        (chosen, rejected), (before, after) = (
+            [logps(m, prompt + r)[len(prompt) - 1 :].sum() for r in (pair.chosen_ids, pair.rejected_ids)]
+            for m in (model, reference)
+        )
+        margin = 0.1 * ((chosen - rejected) - (before - after))
+        losses.append(-torch.nn.functional.logsigmoid(margin) - 0.3 * chosen / len(pair.chosen_ids))
+    loss = torch.stack(losses).mean()
+    loss.backward()
+    expected = torch.cat([p.grad.flatten().double() for p in model.parameters()])
+    assert len(losses) == 7
+    assert record.metrics[0]["loss_dpo"] == pytest.approx(float(loss.detach()), rel=1e-5)
+    assert (record.gradients[0] - expected).norm() < 1e-5 * expected.norm()
 
 
 def test_an_empty_hint_from_the_live_model_teaches_nothing(tmp_path: Path) -> None:
@@ -159,6 +185,13 @@ def test_channels_without_inputs_or_weight_are_absent(tmp_path: Path) -> None:
     assert {name for name in record.metrics[0] if name.startswith("loss_")} == {"loss_grpo"}
     assert "divergence_mean" not in record.metrics[0]
     assert "dpo_accuracy" not in record.metrics[0]
+
+
+def test_a_model_with_windows_in_its_attention_is_refused(tmp_path: Path) -> None:
+    model = tiny_model()
+    model.config.layer_types = ["full_attention", "sliding_attention"]
+    with pytest.raises(ValueError, match="full attention in every layer"):
+        train(model, [make_groups(1, 2)], tmp_path)
 
 
 def test_a_step_without_anything_to_learn_moves_no_weight(tmp_path: Path) -> None:

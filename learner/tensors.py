@@ -1,0 +1,149 @@
+"""Rows as tensors, in micro-batches; each has up to three passes over packed rows, and what to read from them.
+
+The denominators span the whole step, so how it is split into micro-batches changes no gradient.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from hintloop.learner.packing import Ints, Packed, Tree, grow, pack, pad
+from hintloop.learner.rows import Row
+
+
+@dataclass(frozen=True, slots=True)
+class Totals:
+    """Denominators of the step."""
+
+    tokens: int = 0
+    """Trainable tokens of all episodes that vote, those with advantage 0 included."""
+    rows: int = 0
+    """Episodes that vote."""
+    hint_tokens: int = 0
+    pairs: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class MicroBatch:
+    """B episodes with their K compared tokens and their P pairs; any of these may be none.
+
+    An index is ``(N, 2)``: row and column, in a pass, of the states that predict N tokens.
+    """
+
+    student: Packed
+    """(B, W): the episodes, and the responses that differ from them"""
+    trained: Tensor
+    """(B, W) bool: tokens of the policy loss"""
+    logprobs: Tensor
+    """(B, W) of the policy that sampled"""
+    advantages: Tensor
+    """(B,)"""
+    teacher: Packed
+    """Hinted contexts"""
+    student_index: Tensor
+    """(K, 2) in ``student``"""
+    teacher_index: Tensor
+    """(K, 2) in ``teacher``: the same tokens"""
+    reference: Packed
+    """Responses, for the reference model"""
+    pair_student_index: Tensor
+    """(N, 2) in ``student``: tokens of all responses"""
+    pair_reference_index: Tensor
+    """(N, 2) in ``reference``: the same tokens"""
+    pair_targets: Tensor
+    """(N,): these tokens"""
+    pair_response: Tensor
+    """(N,): number of the response, below P for the chosen ones, from P on for the rejected in the same order"""
+    pairs: int
+    """P"""
+    totals: Totals
+
+    def to(self, device: torch.device) -> MicroBatch:
+        """The same on another device."""
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        moved: dict[str, Any] = {n: v.to(device) for n, v in values.items() if isinstance(v, Tensor | Packed)}
+        return replace(self, **moved)
+
+
+def states_at(hidden: Tensor, index: Tensor) -> Tensor:
+    """``(N, H)`` of ``(B, W, H)`` at the rows and columns of an index."""
+    return hidden[index[:, 0], index[:, 1]]
+
+
+def split(rows: Sequence[Row], totals: Totals, micro_batches: int) -> tuple[MicroBatch, ...]:
+    """Neighbours in length share a micro-batch; some are empty when there are fewer rows."""
+    trees = [_student_tree(row) for row in rows]
+    order = np.argsort([len(tree) for tree in trees], kind="stable")
+    return tuple(
+        _micro_batch([rows[i] for i in part], [trees[i] for i in part], totals)
+        for part in np.array_split(order, micro_batches)
+    )
+
+
+def _student_tree(row: Row) -> Tree:
+    return grow(row.ids, _pair_paths(row), keep=row.keep)
+
+
+def _pair_paths(row: Row) -> list[Ints]:
+    """Two per pair. The last token of a response predicts nothing, so its state is not needed."""
+    return [ids[:-1] for pair in row.pairs for ids in pair.sequences]
+
+
+def _micro_batch(rows: list[Row], students: list[Tree], totals: Totals) -> MicroBatch:
+    hinted, paired = [row for row in rows if row.sites], [row for row in rows if row.pairs]
+    teachers = [grow(row.ids, [site.ids[:-1] for site in row.sites]) for row in hinted]
+    references = [grow(row.ids, _pair_paths(row)) for row in paired]
+    packed = pack(students)
+    width = packed.ids.shape[1]
+    pairs = [pair for row in paired for pair in row.pairs]
+    return MicroBatch(
+        student=packed,
+        trained=pad([row.trained for row in rows], torch.bool, width=width),
+        logprobs=pad([row.logprobs for row in rows], torch.float32, width=width),
+        advantages=torch.tensor([row.advantage for row in rows], dtype=torch.float32),
+        teacher=pack(teachers),
+        student_index=_index((n, site.student_index) for n, row in enumerate(rows) for site in row.sites),
+        teacher_index=_index(
+            (n, columns[site.teacher_index])
+            for n, (tree, row) in enumerate(zip(teachers, hinted, strict=True))
+            for columns, site in zip(tree.columns, row.sites, strict=True)
+        ),
+        reference=pack(references),
+        pair_student_index=_response_index(students, rows),
+        pair_reference_index=_response_index(references, paired),
+        pair_targets=_flat([ids[pair.prompt_end :] for pair in pairs for ids in pair.sequences]),
+        pair_response=_flat(
+            [
+                np.full(len(ids) - pair.prompt_end, number + side * len(pairs))
+                for number, pair in enumerate(pairs)
+                for side, ids in enumerate(pair.sequences)
+            ]
+        ),
+        pairs=len(pairs),
+        totals=totals,
+    )
+
+
+def _response_index(trees: list[Tree], rows: list[Row]) -> Tensor:
+    """The states of both responses of each pair, pair by pair."""
+    return _index(
+        (number, columns[pair.prompt_end - 1 :])
+        for number, (tree, row) in enumerate(zip(trees, rows, strict=True))
+        for columns, pair in zip(tree.columns, [p for p in row.pairs for _ in p.sequences], strict=True)
+    )
+
+
+def _index(entries: Iterable[tuple[int, Ints]]) -> Tensor:
+    """``(N, 2)`` of row and column."""
+    found = [np.stack([np.full(len(columns), row), columns], axis=1) for row, columns in entries]
+    return torch.from_numpy(np.concatenate([np.zeros((0, 2), dtype=np.int64), *found]))
+
+
+def _flat(arrays: Iterable[Ints]) -> Tensor:
+    return torch.from_numpy(np.concatenate([np.zeros(0, dtype=np.int64), *arrays]))
