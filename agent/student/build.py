@@ -19,7 +19,7 @@ from renderers import Qwen3RendererConfig, create_renderer
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from hintloop.agent.student.encode import Encoded, TraceEncoder
-from hintloop.agent.student.fit import Fit
+from hintloop.agent.student.fit import Fit, weighted_loss
 from hintloop.agent.student.practice import practise
 from hintloop.agent.student.tokenizer import SPECIAL_TOKENS, train_tokenizer
 from hintloop.agent.student.traces import TraceMaker
@@ -36,12 +36,12 @@ class Recipe:
 
     steps: int = 450
     """On expert traces."""
-    hint_steps: int = 120
+    hint_steps: int = 100
     """Of practice in using hints, afterwards."""
     batch_size: int = 16
     muon_learning_rate: float = 0.02
     adam_learning_rate: float = 3e-3
-    hint_rate: float = 0.3
+    hint_rate: float = 0.15
     """Step sizes of the practice, as a part of the ones above."""
     multiple_early: float = 0.75
     """Share of files with several bugs in the first 40 % of the steps; falls linearly until 65 %."""
@@ -50,6 +50,7 @@ class Recipe:
     threads: int = 1
 
 
+OnStep = Callable[[int, dict[str, float]], None]
 Progress = Callable[[int, int, dict[str, float]], None]
 
 
@@ -108,23 +109,31 @@ def warm_start(
         if on_progress is not None:
             on_progress(step + 1, total, values)
 
-    bucket: list[list[Encoded]] = []
-    for step in range(recipe.steps):
-        done = step / recipe.steps
-        if not bucket:
-            bucket = _make_batches(maker, encoder, recipe, done)
-        rate = min(1.0, (step + 1) / 60) * (1.0 if done < 0.6 else 1 - 0.7 * (done - 0.6) / 0.4)
-        say(step, fit.step(bucket.pop(), rate))
+    learn_traces(fit, maker, encoder, recipe, say)
     practise(
         fit,
         maker,
-        encoder,
+        encoder.renderer,
+        encoder.tokenizer,
         steps=recipe.hint_steps,
         batch_size=recipe.batch_size,
         rate=recipe.hint_rate,
         on_step=lambda step, values: say(recipe.steps + step, values),
     )
     return fit.averaged
+
+
+def learn_traces(fit: Fit, maker: TraceMaker, encoder: TraceEncoder, recipe: Recipe, on_step: OnStep) -> None:
+    """The first part: ``recipe.steps`` steps on expert traces."""
+    bucket: list[list[Encoded]] = []
+    for step in range(recipe.steps):
+        done = step / recipe.steps
+        if not bucket:
+            bucket = _make_batches(maker, encoder, recipe, done)
+        rate = min(1.0, (step + 1) / 60) * (1.0 if done < 0.6 else 1 - 0.7 * (done - 0.6) / 0.4)
+        loss, said = weighted_loss(fit.model, bucket.pop())
+        fit.step(loss, rate)
+        on_step(step, {"loss": float(loss.detach()), "said": said})
 
 
 def save(folder: Path, model: Qwen3ForCausalLM, tokenizer: Any, recipe: Recipe) -> None:
