@@ -18,6 +18,7 @@ from torch import Tensor
 from transformers import PrinterCallback, TrainerCallback
 from trl.trainer.grpo_trainer import GRPOTrainer
 
+from hintloop.learner.arguments import Once, recorded_reward, trl_arguments
 from hintloop.learner.batch import StepBatch
 from hintloop.learner.config import LearnerConfig
 from hintloop.learner.losses.divergence import hint_divergence
@@ -25,7 +26,6 @@ from hintloop.learner.losses.head import Head
 from hintloop.learner.losses.preference import dpo, response_logps
 from hintloop.learner.models import SideModels, reading
 from hintloop.learner.packing import Packed, require_masks
-from hintloop.learner.arguments import Once, recorded_reward, trl_arguments
 from hintloop.learner.stats import StepStats
 from hintloop.learner.tensors import MicroBatch, states_at
 
