@@ -36,11 +36,13 @@ class Recipe:
 
     steps: int = 450
     """On expert traces."""
-    hint_steps: int = 100
+    hint_steps: int = 120
     """Of practice in using hints, afterwards."""
     batch_size: int = 16
     muon_learning_rate: float = 0.02
     adam_learning_rate: float = 3e-3
+    hint_batch_size: int = 8
+    """Failed calls per step of the practice."""
     hint_rate: float = 0.15
     """Step sizes of the practice, as a part of the ones above."""
     multiple_early: float = 0.75
@@ -116,7 +118,7 @@ def warm_start(
         encoder.renderer,
         encoder.tokenizer,
         steps=recipe.hint_steps,
-        batch_size=recipe.batch_size,
+        batch_size=recipe.hint_batch_size,
         rate=recipe.hint_rate,
         on_step=lambda step, values: say(recipe.steps + step, values),
     )

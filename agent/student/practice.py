@@ -20,6 +20,7 @@ from hintloop.agent.student.fit import Fit
 from hintloop.agent.student.traces import TraceMaker
 
 TASKS_PER_ROUND = 64
+MAX_EMPTY_ROUNDS = 2
 TURNS = 3
 _SHARE_READ = 0.8
 
@@ -41,62 +42,61 @@ def practise(
     """Train ``steps`` steps; step sizes fall linearly from ``rate`` times their peak to a tenth of that."""
     start = copy.deepcopy(fit.averaged)
     fit.model.load_state_dict(start.state_dict())
-    played = _play(start, maker, renderer, tokenizer)
+    failures = _failures(start, maker, renderer, tokenizer)
     for step in range(steps):
-        chosen = [next(played) for _ in range(batch_size)]
-        failed = [attempt for attempt, _ in chosen if attempt.hint]
-        losses = {"same": sameness(fit.model, start, chosen)}
-        if failed:
-            losses["better"] = preference(fit.model, start, failed)
-        fit.step(torch.stack(list(losses.values())).sum(), rate * (1 - 0.9 * step / steps))
-        on_step(step, {name: float(loss.detach()) for name, loss in losses.items()})
+        chosen = [next(failures) for _ in range(batch_size)]
+        same, better = contrast(fit.model, start, chosen)
+        fit.step(same + better, rate * (1 - 0.9 * step / steps))
+        on_step(step, {"same": float(same.detach()), "better": float(better.detach())})
 
 
-def _play(student: Any, maker: TraceMaker, renderer: Any, tokenizer: Any) -> Iterator[tuple[Attempt, str]]:
-    """Without end: turns of the student, each with the hint of another failure."""
-    while True:
+def _failures(
+    student: Any, maker: TraceMaker, renderer: Any, tokenizer: Any
+) -> Iterator[tuple[Attempt, str]]:
+    """Without end: failed turns of the student, each with the hint of another failure.
+
+    ``ValueError`` when a student is not far enough to fail in a way that has a hint.
+    """
+    empty = 0
+    while empty < MAX_EMPTY_ROUNDS:
         tasks = [maker.task() for _ in range(TASKS_PER_ROUND)]
         has_read = maker.rng.random() < _SHARE_READ
         found = attempts(student, renderer, tokenizer, tasks, has_read=has_read, turns=TURNS)
-        hints = sorted({attempt.hint for attempt in found if attempt.hint})
-        maker.rng.shuffle(found)
-        for attempt in found:
-            others = [hint for hint in hints if hint != attempt.hint]
-            if others:
-                yield attempt, maker.rng.choice(others)
+        failed = [attempt for attempt in found if attempt.hint]
+        hints = sorted({attempt.hint for attempt in failed if attempt.hint})
+        maker.rng.shuffle(failed)
+        for attempt in failed if len(hints) > 1 else ():
+            yield attempt, maker.rng.choice([hint for hint in hints if hint != attempt.hint])
+        empty = 0 if len(hints) > 1 else empty + 1
+    raise ValueError(
+        "the student makes no complete calls yet, so it cannot practise with hints: train it longer"
+    )
 
 
-def sameness(student: Any, start: Any, chosen: Sequence[tuple[Attempt, str]]) -> torch.Tensor:
-    """KL(start without a hint || student), nats per turn: without a hint, and behind the other one."""
-    plain = [(attempt.context, attempt.said) for attempt, _ in chosen]
-    other = [(attempt.hinted(hint), attempt.said) for attempt, hint in chosen]
-    with torch.no_grad():
-        wanted = logprobs(start, plain)[0].repeat(2, 1)
-    found = logprobs(student, plain + other)[0]
-    return kl_div(found, wanted, reduction="sum", log_target=True) / len(chosen)
+def contrast(
+    student: Any, start: Any, chosen: Sequence[tuple[Attempt, str]]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Two losses over the right and the failing call of each turn, nats per call.
 
-
-def preference(student: Any, start: Any, failed: Sequence[Attempt]) -> torch.Tensor:
-    """DPO of the right over the failing call behind the hint, with the start without a hint as its reference.
-
-    Lowering an unlikely call takes a loss of its own: the likelihood of the right one hardly notices it.
+    The first: without a hint and behind the other one, the distribution at each token and the log-probability of
+    the call are to be those of ``start`` without a hint (KL, squared difference: unlikely calls hardly show in the
+    former). The second, behind the matching hint: DPO of the right over the failing call, with ``start`` without
+    a hint as its reference, and the likelihood of the right call.
     """
-    calls = [(attempt, said) for attempt in failed for said in (attempt.right, attempt.said)]
+    calls = [(attempt, hint, said) for attempt, hint in chosen for said in (attempt.right, attempt.said)]
+    plain = [(attempt.context, said) for attempt, _, said in calls]
     with torch.no_grad():
-        before = _sums(start, [(attempt.context, said) for attempt, said in calls])
-    after = _sums(student, [(attempt.hinted(attempt.hint or ""), said) for attempt, said in calls])
-    right, failing = (after - before).view(-1, 2).unbind(1)
-    return -logsigmoid(right - failing).mean() - (after[::2] / len(failed)).sum()
+        wanted, before = logprobs(start, plain)
+    found, after = logprobs(student, plain + [(attempt.hinted(hint), said) for attempt, hint, said in calls])
+    same = kl_div(found, wanted.repeat(2, 1), reduction="sum", log_target=True) / len(calls)
+    same = same + (after - before.repeat(2)).square().mean()
+    _, hinted = logprobs(student, [(attempt.hinted(attempt.hint or ""), said) for attempt, _, said in calls])
+    right, failing = (hinted - before).view(-1, 2).unbind(1)
+    return same, -logsigmoid(right - failing).mean() - hinted[::2].mean()
 
 
-def _sums(model: Any, turns: Sequence[Turn]) -> torch.Tensor:
-    """Log-probability of what each turn says, nats."""
-    found, tokens, numbers = logprobs(model, turns)
-    return torch.zeros(len(turns)).index_add(0, numbers, found.gather(1, tokens[:, None])[:, 0])
-
-
-def logprobs(model: Any, turns: Sequence[Turn]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(N, V) log-probabilities at the N tokens that the turns say, these tokens, and the turn of each."""
+def logprobs(model: Any, turns: Sequence[Turn]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Log-probabilities (nats) of the vocabulary at the N tokens that the turns say, ``(N, V)``, and of each turn."""
     ids = torch.zeros(len(turns), max(len(a) + len(b) for a, b in turns), dtype=torch.long)
     used = torch.zeros_like(ids, dtype=torch.bool)
     for index, (context, said) in enumerate(turns):
@@ -105,4 +105,5 @@ def logprobs(model: Any, turns: Sequence[Turn]) -> tuple[torch.Tensor, torch.Ten
         used[index, len(context) - 1 : end - 1] = True
     found = torch.log_softmax(model.lm_head(model.model(ids).last_hidden_state[used]), -1)
     numbers, columns = used.nonzero(as_tuple=True)
-    return found, ids[numbers, columns + 1], numbers
+    said_tokens = found.gather(1, ids[numbers, columns + 1][:, None])[:, 0]
+    return found, torch.zeros(len(turns)).index_add(0, numbers, said_tokens)

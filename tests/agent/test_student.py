@@ -1,5 +1,6 @@
 """The tiny student: traces, their encoding, the optimizer, a short build, and the packaged weights."""
 
+import copy
 import json
 import random
 from importlib.resources import files
@@ -7,15 +8,18 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, Qwen3ForCausalLM
 
 from hintloop.agent.conversation import Conversation
 from hintloop.agent.engine import Sample
 from hintloop.agent.policy import load_renderer
+from hintloop.agent.student.attempts import attempts
 from hintloop.agent.student.build import Recipe, build, new_model
 from hintloop.agent.student.encode import EDIT_WEIGHT, TraceEncoder
+from hintloop.agent.student.fit import Fit
 from hintloop.agent.student.hint_use import measure
 from hintloop.agent.student.muon import Muon, orthogonalise
+from hintloop.agent.student.practice import contrast
 from hintloop.agent.student.traces import Habits, Trace, TraceMaker
 from hintloop.envs.tasksets.bugfix.taskset import load
 
@@ -138,7 +142,7 @@ def test_muon_descends_and_takes_matrices_only():
 
 
 def test_short_build_learns_loads_and_is_reproducible(tmp_path):
-    recipe = Recipe(steps=3, batch_size=2)
+    recipe = Recipe(steps=3, hint_steps=0, batch_size=2)
     losses = []
     first = build(tmp_path / "a", recipe, lambda step, total, values: losses.append(values["loss"]))
     second = build(tmp_path / "b", recipe)
@@ -148,6 +152,44 @@ def test_short_build_learns_loads_and_is_reproducible(tmp_path):
     assert load_renderer(first).prompt == "one_line"
     with pytest.raises(ValueError, match="not empty"):
         build(tmp_path / "a", recipe)
+
+
+def test_attempts_go_on_after_failures_and_know_what_was_right(chat, tokenizer):
+    torch.manual_seed(0)
+    model = Qwen3ForCausalLM.from_pretrained(PACKAGED)
+    tasks = [maker(seed).task() for seed in range(24)]
+    found = attempts(model, chat.renderer, tokenizer, tasks, has_read=True, turns=3)
+    failed = [attempt for attempt in found if attempt.hint]
+    assert 3 <= len(failed) <= len(found)
+    assert any(attempt.turn > 1 for attempt in found)
+    for attempt in failed:
+        assert attempt.kind is not None
+        hinted = attempt.hinted(attempt.hint)
+        assert attempt.hint in tokenizer.decode(hinted)
+        assert attempt.hint not in tokenizer.decode(attempt.context)
+        assert "edit_file" in tokenizer.decode(attempt.right)
+
+
+def test_practice_teaches_what_a_hint_is_for(chat, tokenizer):
+    torch.manual_seed(0)
+    start = Qwen3ForCausalLM.from_pretrained(PACKAGED)
+    student = copy.deepcopy(start)
+    tasks = [maker(seed).task() for seed in range(24)]
+    found = attempts(start, chat.renderer, tokenizer, tasks, has_read=True)
+    chosen = [(attempt, "Hint: look elsewhere") for attempt in found if attempt.hint][:4]
+    fit = Fit(student, muon_learning_rate=0.002, adam_learning_rate=3e-4)
+    first = [float(loss.detach()) for loss in contrast(student, start, chosen)]
+    for _ in range(8):
+        same, better = contrast(student, start, chosen)
+        fit.step(same + better, 1.0)
+    last = [float(loss.detach()) for loss in contrast(student, start, chosen)]
+    assert sum(last) < sum(first)
+    assert last[1] < first[1]
+
+
+def test_a_student_that_cannot_call_yet_cannot_practise(tmp_path):
+    with pytest.raises(ValueError, match="train it longer"):
+        build(tmp_path / "a", Recipe(steps=1, hint_steps=1, batch_size=1))
 
 
 def test_use_of_hints_is_measured_at_failing_calls_of_its_own():
