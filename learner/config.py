@@ -23,9 +23,11 @@ class LearnerConfig(BaseModel):
     micro_batches: int = Field(4, ge=1)
     """Forward and backward passes per step. Bounds memory; changes no gradient."""
     learning_rate: float = Field(3e-4, gt=0)
-    """AdamW step size after the warm-up; constant from there on."""
+    """AdamW step size after the warm-up."""
     warmup_steps: int = Field(5, ge=0)
     """Steps of linear warm-up."""
+    decay: float = Field(0.0, ge=0, le=1)
+    """Last part of the training, by steps or by time, over which the step size falls linearly to 0."""
     max_grad_norm: float = Field(1.0, gt=0)
     """Norm that the gradient of a step is clipped to."""
     loss_type: Literal["dapo", "grpo", "bnpo", "dr_grpo", "cispo", "sapo", "luspo", "vespo"] = "dapo"

@@ -97,8 +97,9 @@ class _Learner:
         self._heartbeat = Heartbeat(run_dir / "status" / "learner.json")
         self._heartbeat.beat("starting", step=0, version=0)
         found = checkpoints.newest(run_dir / "checkpoints")
+        self._elapsed_before = found.state.elapsed_s if found else 0.0
         self._model = load_model(found.model if found else student)
-        self._optimizer = make_optimizer(self._model, config)
+        self._optimizer = make_optimizer(self._model, config, self._elapsed)
         self._side = SideModels.of(load_model(student) if found else self._model, config)
         self._trainer = ThreeChannelTrainer(
             self._model,
@@ -121,7 +122,6 @@ class _Learner:
         trained = cut_lines(self._trained_path, state.step)
         self._episodes = sum(len(record["episodes"]) for record in trained)
         self._step, self._version, self._position = state.step, state.version, state.position
-        self._elapsed_before = state.elapsed_s
         epoch = state.position["epoch"] if state.position else 0
         self._source = GroupSource(
             journal,

@@ -49,7 +49,11 @@ def test_every_kind_of_error_has_a_template():
         ({"name": "read_file", "arguments": {}}, "type_error", "read_file needs path"),
         ({"name": "edit_file", "arguments": edit(line="2")}, "type_error", "needs path, old, new"),
         ({"name": "edit_file", "arguments": edit()}, "edit_no_match", "copy old from its line"),
-        ({"name": "edit_file", "arguments": edit(line=1, old="return")}, "edit_no_match", "return is in line 2"),
+        (
+            {"name": "edit_file", "arguments": edit(line=1, old="return")},
+            "edit_no_match",
+            "return is in line 2",
+        ),
         ({"name": "edit_file", "arguments": edit(line=99)}, "edit_no_match", "the file has 2 lines"),
         ({"malformed": '{"name": "read_file"'}, "json_decode", "valid JSON"),
     ],
