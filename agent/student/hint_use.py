@@ -31,8 +31,12 @@ class Row:
     n: int
     failing_matching: tuple[float, float]
     failing_other: tuple[float, float]
+    failing_difference: tuple[float, float]
+    """Matching less other, call by call: below 0 where hints are used."""
     right_matching: tuple[float, float]
     right_other: tuple[float, float]
+    right_difference: tuple[float, float]
+    """The same: above 0 where hints are used."""
 
 
 def measure(folder: Path, *, num_states: int = 1500, split: str = "heldmut", seed: int = 0) -> list[Row]:
@@ -62,11 +66,14 @@ def _other_hint(failures: Sequence[Attempt], failure: Attempt, rng: random.Rando
     return rng.choice(others) if others else "Hint: print less, for example with head or grep"
 
 
-def _changes(model: Any, failure: Attempt, other: str) -> tuple[float, float, float, float]:
+def _changes(model: Any, failure: Attempt, other: str) -> tuple[float, ...]:
+    """The columns of ``Row``, of one failing call."""
     contexts = [failure.context, failure.hinted(failure.hint or ""), failure.hinted(other)]
-    failing = [_logprob(model, context, failure.said) for context in contexts]
-    right = [_logprob(model, context, failure.right) for context in contexts]
-    return failing[1] - failing[0], failing[2] - failing[0], right[1] - right[0], right[2] - right[0]
+    changes: list[float] = []
+    for said in (failure.said, failure.right):
+        plain, matching, another = (_logprob(model, context, said) for context in contexts)
+        changes += [matching - plain, another - plain, matching - another]
+    return tuple(changes)
 
 
 @torch.no_grad()
@@ -76,6 +83,6 @@ def _logprob(model: Any, context: list[int], said: list[int]) -> float:
     return float(torch.log_softmax(logits, -1).gather(1, torch.tensor(said)[:, None]).sum())
 
 
-def _row(kind: str, changes: Sequence[tuple[float, float, float, float]]) -> Row:
+def _row(kind: str, changes: Sequence[tuple[float, ...]]) -> Row:
     columns = [(fmean(c), stdev(c) / len(c) ** 0.5) for c in zip(*changes, strict=True)]
     return Row(kind, len(changes), *columns)

@@ -200,6 +200,8 @@ def test_use_of_hints_is_measured_at_failing_calls_of_its_own():
         for mean, error in (row.failing_matching, row.failing_other, row.right_matching, row.right_other):
             assert -30 < mean < 30
             assert 0 < error < 10
+        assert row.failing_difference[0] == pytest.approx(row.failing_matching[0] - row.failing_other[0])
+        assert row.right_difference[0] == pytest.approx(row.right_matching[0] - row.right_other[0])
 
 
 def test_packaged_student_is_small_and_whole():
