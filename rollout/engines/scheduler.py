@@ -56,7 +56,7 @@ class Slot:
     used: int = 0
     """Number of requests started when this one was; orders prompts, and idle sessions by age."""
     fresh: bool = False
-    """Nothing of this session has been computed: it may take over another row's prefix."""
+    """Nothing of this conversation has been computed: it may take over another row's prefix."""
 
 
 @dataclass(slots=True)
