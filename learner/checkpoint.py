@@ -1,7 +1,8 @@
 """Checkpoints: everything that an exact resume needs, there whole or not at all.
 
-``<folder>/v000042/`` holds ``model/`` (a loadable model folder, which is also what gets published),
-``teacher.safetensors`` (the moving average, if there is one), ``optimizer.pt`` and ``state.json``.
+``<folder>/v000042/`` holds ``model/`` (a loadable model folder), ``published/`` (another one, where other weights
+than those are published), ``teacher.safetensors`` (the moving average, if there is one), ``optimizer.pt`` and
+``state.json``.
 """
 
 from __future__ import annotations
@@ -51,8 +52,14 @@ class Checkpoint:
 
     @property
     def model(self) -> Path:
-        """The model folder."""
+        """The folder of the model that training goes on with."""
         return self.folder / "model"
+
+    @property
+    def published(self) -> Path:
+        """The folder of the model that is published."""
+        other = self.folder / "published"
+        return other if other.exists() else self.model
 
     def restore(self, optimizer: tuple[torch.optim.Optimizer, Any], teacher: Any | None) -> None:
         """Load optimizer, scheduler, random state and, when both exist, the teacher's weights."""
@@ -78,14 +85,15 @@ def save(
     state: State,
     *,
     model: Any,
+    published: Any | None = None,
     student: Path,
     optimizer: tuple[torch.optim.Optimizer, Any],
     teacher: Any | None,
 ) -> Checkpoint:
     """Write a checkpoint and then remove all but the newest ``KEPT``.
 
-    ``student`` is the folder the model came from; what is neither weights nor config there, such as the
-    tokenizer, goes along.
+    ``published`` is published in place of ``model``, if given. ``student`` is the folder the model came from; what
+    is neither weights nor config there, such as the tokenizer, goes along.
     """
     target = folder / _name(state.version)
     folder.mkdir(parents=True, exist_ok=True)
@@ -94,6 +102,8 @@ def save(
     temporary = temporary_path(target)
     temporary.mkdir()
     _save_model(model, student, temporary / "model")
+    if published is not None:
+        _save_model(published, student, temporary / "published")
     if teacher is not None:
         save_tensors(teacher, str(temporary / "teacher.safetensors"))
     parts = {"optimizer": optimizer[0].state_dict(), "scheduler": optimizer[1].state_dict()}

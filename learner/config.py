@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 
 class LearnerConfig(BaseModel):
@@ -26,8 +26,6 @@ class LearnerConfig(BaseModel):
     """AdamW step size after the warm-up."""
     warmup_steps: int = Field(5, ge=0)
     """Steps of linear warm-up."""
-    decay: float = Field(0.0, ge=0, le=1)
-    """Last part of the training, by steps or by time, over which the step size falls linearly to 0."""
     max_grad_norm: float = Field(1.0, gt=0)
     """Norm that the gradient of a step is clipped to."""
     loss_type: Literal["dapo", "grpo", "bnpo", "dr_grpo", "cispo", "sapo", "luspo", "vespo"] = "dapo"
@@ -48,6 +46,8 @@ class LearnerConfig(BaseModel):
     """The hinted teacher: a moving average of the student, the start model, or the student itself."""
     ema_rate: float = Field(0.05, ge=0, le=1)
     """Share of the student that enters the moving average at each optimizer step."""
+    average_last: bool = False
+    """Publish the moving average, which the ``ema`` teacher is, as the last version, in place of the last weights."""
     beta_replay: float = Field(0.1, ge=0)
     """Weight of the preference channel; 0 switches it off, reference model included."""
     dpo_beta: float = Field(0.1, gt=0)
@@ -76,3 +76,9 @@ class LearnerConfig(BaseModel):
     """CPU threads of torch."""
     seed: int = 0
     """Seed of the sampling of sites and pairs, and of dropout where a model has any."""
+
+    @model_validator(mode="after")
+    def _average_exists(self) -> LearnerConfig:
+        if self.average_last and (self.teacher != "ema" or not self.alpha_sdpo):
+            raise ValueError("average_last needs the moving average: teacher = 'ema' and alpha_sdpo > 0")
+        return self

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -44,24 +44,14 @@ def load_model(folder: Path) -> Any:
         )
 
 
-def make_optimizer(
-    model: Any, config: LearnerConfig, elapsed_s: Callable[[], float] = lambda: 0.0
-) -> tuple[torch.optim.Optimizer, Any]:
-    """AdamW without weight decay; its step size follows ``rate_factor``. ``elapsed_s``: wall time spent so far."""
+def make_optimizer(model: Any, config: LearnerConfig) -> tuple[torch.optim.Optimizer, Any]:
+    """AdamW without weight decay; its step size rises linearly over the warm-up and stays."""
     parameters = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(parameters, lr=config.learning_rate, betas=ADAM_BETAS, weight_decay=0.0)
     scheduler = torch.optim.lr_scheduler.LambdaLR(
-        optimizer, lambda step: rate_factor(config, step, elapsed_s())
+        optimizer, lambda step: min(1.0, (step + 1) / max(config.warmup_steps, 1))
     )
     return optimizer, scheduler
-
-
-def rate_factor(config: LearnerConfig, step: int, elapsed_s: float) -> float:
-    """Linear warm-up to 1, then 1, then linearly down to 0 over the last ``config.decay`` of steps or of time."""
-    warm = min(1.0, (step + 1) / config.warmup_steps) if config.warmup_steps else 1.0
-    by_time = elapsed_s / (60.0 * config.max_minutes) if config.max_minutes else 0.0
-    left = 1.0 - max(step / max(config.steps, 1), by_time)
-    return warm * (min(1.0, max(left, 0.0) / config.decay) if config.decay else 1.0)
 
 
 def probe(model: Any) -> dict[str, list[float]]:

@@ -99,7 +99,7 @@ class _Learner:
         found = checkpoints.newest(run_dir / "checkpoints")
         self._elapsed_before = found.state.elapsed_s if found else 0.0
         self._model = load_model(found.model if found else student)
-        self._optimizer = make_optimizer(self._model, config, self._elapsed)
+        self._optimizer = make_optimizer(self._model, config)
         self._side = SideModels.of(load_model(student) if found else self._model, config)
         self._trainer = ThreeChannelTrainer(
             self._model,
@@ -260,11 +260,13 @@ class _Learner:
     def _commit(self, *, final: bool) -> None:
         """Checkpoint first, then publish."""
         before = time.monotonic()
-        metadata = {"step": self._step, "final": final, "probe": probe(self._model)}
+        average = self._moving_teacher if final and self._config.average_last else None
+        metadata = {"step": self._step, "final": final, "probe": probe(average or self._model)}
         self._saved = checkpoints.save(
             self._run_dir / "checkpoints",
             checkpoints.State(self._step, self._version, self._position, self._elapsed(), metadata),
             model=self._model,
+            published=average,
             student=self._student,
             optimizer=self._optimizer,
             teacher=self._moving_teacher,
@@ -280,7 +282,7 @@ class _Learner:
     def _publish(self) -> None:
         state = self._saved.state
         self._heartbeat.beat(f"publishing version {state.version}", step=state.step, version=state.version)
-        self._store.publish(state.version, self._saved.model, metadata=state.metadata)
+        self._store.publish(state.version, self._saved.published, metadata=state.metadata)
         self._store.prune(self._config.keep_versions)
 
     @property

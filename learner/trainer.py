@@ -21,7 +21,7 @@ from trl.trainer.grpo_trainer import GRPOTrainer
 from hintloop.learner.arguments import Once, recorded_reward, trl_arguments
 from hintloop.learner.batch import StepBatch
 from hintloop.learner.config import LearnerConfig
-from hintloop.learner.losses.divergence import hint_divergence
+from hintloop.learner.losses.divergence import fused_generalized_jsd
 from hintloop.learner.losses.head import Head
 from hintloop.learner.losses.preference import dpo, response_logps
 from hintloop.learner.models import SideModels, reading
@@ -189,7 +189,7 @@ class ThreeChannelTrainer(GRPOTrainer):
         teacher = self.side.teacher or self.student
         with reading(teacher):
             hinted = self._hidden(teacher, batch.teacher)
-        divergence = hint_divergence(
+        divergence = fused_generalized_jsd(
             states_at(hidden, batch.student_index),
             states_at(hinted, batch.teacher_index),
             Head.of(self.student),

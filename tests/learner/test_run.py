@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+from pydantic import ValidationError
 from safetensors.torch import load_file
 from transformers import AutoTokenizer
 
@@ -219,6 +220,30 @@ def test_a_finished_run_that_gets_more_steps_says_at_once_that_it_goes_on(
     assert learn(tmp_path, "run", follow=True, steps=3).version == 4
     assert [store.manifest(version).metadata["final"] for version in (2, 3, 4)] == [False, False, True]
     assert [store.manifest(version).metadata["step"] for version in (1, 2, 3, 4)] == [1, 1, 2, 3]
+
+
+def test_the_last_version_may_be_the_moving_average_which_changes_no_training(
+    student: Path, tmp_path: Path
+) -> None:
+    journal(tmp_path, 6)
+    learn(tmp_path, "plain", steps=3)
+    learn(tmp_path, "run", steps=2, average_last=True)
+    assert weights(tmp_path, "run").keys() == weights(tmp_path, "plain").keys()
+    learn(tmp_path, "run", steps=3, average_last=True)
+    newest = checkpoints.newest(tmp_path / "run" / "checkpoints")
+    assert newest is not None
+    assert newest.published != newest.model
+    raw, average = (load_file(folder / "model.safetensors") for folder in (newest.model, newest.published))
+    last, teacher = weights(tmp_path, "run"), load_file(newest.folder / "teacher.safetensors")
+    assert all(raw[name].equal(value) for name, value in weights(tmp_path, "plain").items())
+    assert all(average[name].equal(value) for name, value in last.items())
+    assert all(value.equal(last[name]) for name, value in teacher.items() if name in last)
+    assert not all(raw[name].equal(value) for name, value in last.items())
+
+
+def test_an_average_that_does_not_exist_cannot_be_published() -> None:
+    with pytest.raises(ValidationError, match="needs the moving average"):
+        LearnerConfig(average_last=True, teacher="live")
 
 
 def test_sigterm_ends_a_waiting_learner_which_may_go_on_later(student: Path, tmp_path: Path) -> None:

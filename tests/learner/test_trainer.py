@@ -15,7 +15,7 @@ from transformers import TrainerCallback
 from hintloop.learner.batch import BatchRules, build_step
 from hintloop.learner.config import LearnerConfig
 from hintloop.learner.losses.divergence import generalized_jsd
-from hintloop.learner.models import SideModels, make_optimizer, rate_factor
+from hintloop.learner.models import SideModels, make_optimizer
 from hintloop.learner.trainer import ThreeChannelTrainer
 from hintloop.replay.episode import Episode, HintSite
 
@@ -285,13 +285,3 @@ def test_a_pair_alone_raises_the_margin_of_the_chosen_action(tmp_path: Path) -> 
     assert first["loss_dpo"] == pytest.approx(np.log(2), rel=1e-5)
     assert last["dpo_margin_mean"] > 0.1
     assert last["dpo_accuracy"] == 1.0
-
-
-def test_step_size_warms_up_stays_and_falls_to_nothing_by_steps_or_by_time() -> None:
-    config = LearnerConfig(steps=100, warmup_steps=5, decay=0.5, max_minutes=10)
-    assert [rate_factor(config, step, 0.0) for step in (0, 4, 50)] == pytest.approx([0.2, 1.0, 1.0])
-    assert rate_factor(config, 75, 0.0) == pytest.approx(0.5)
-    assert rate_factor(config, 20, 60 * 9.0) == pytest.approx(0.2)
-    assert [rate_factor(config, 100, 0.0), rate_factor(config, 20, 900.0)] == [0.0, 0.0]
-    constant = LearnerConfig(steps=100, warmup_steps=0)
-    assert {rate_factor(constant, step, 1e6) for step in (0, 99)} == {1.0}
