@@ -49,7 +49,7 @@ def _edit_no_match(meta: dict[str, Any]) -> str:
     if meta.get("found"):
         return f"{meta['old']} is in line {', '.join(map(str, meta['found']))}"
     if meta.get("line"):
-        return "copy old from its line, as read_file shows it"
+        return f"line {meta['line']} is: {meta['line_text'].strip()}"
     if meta.get("line_text") is None:
         return "old must be text of the file, read it first"
     return f"the nearest line is: {meta['line_text']}"

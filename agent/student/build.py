@@ -34,7 +34,7 @@ _BUCKET = 16
 class Recipe:
     """Warm-start settings; the defaults make the packaged student."""
 
-    steps: int = 450
+    steps: int = 600
     """On expert traces."""
     hint_steps: int = 120
     """Of practice in using hints, afterwards."""

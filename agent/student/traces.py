@@ -1,16 +1,16 @@
 """Expert traces for the warm start: right, human, and with hints.
 
 A trace solves a bugfix task through the real tools (on trusted code, in this process). On the way the expert
-makes the tool errors that a young agent makes, and recovers from them. In hinted traces the error that it is
-about to make is turned into its hint instead, and the right call follows. Now and then a hint belongs to
-another error; then the expert acts as if there were none.
+makes the tool errors that a young agent makes, and recovers from them. In hinted traces it is warned of one
+kind of error at some turns; it does not make that kind then, and every other kind as often as ever. Now and then
+a hint belongs to another turn; then the expert acts as if there were none.
 """
 
 from __future__ import annotations
 
 import json
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -38,12 +38,12 @@ _OPERATORS = ("+", "-", "*", "%", ">", "<", ">=", "<=", "==", "!=", "+=", "-=", 
 class Habits:
     """Probabilities, per turn where they apply, of what the expert does besides the right call."""
 
-    wrong_name: float = 0.08
-    wrong_path: float = 0.07
-    wrong_old: float = 0.08
-    wrong_line: float = 0.08
-    missing_argument: float = 0.07
-    bad_json: float = 0.07
+    wrong_name: float = 0.11
+    wrong_path: float = 0.08
+    wrong_old: float = 0.05
+    wrong_line: float = 0.05
+    missing_argument: float = 0.08
+    bad_json: float = 0.09
     wrong_fix: float = 0.35
     """Per episode: a plausible but wrong edit first, mended after the tests have shown it."""
     skip_tests: float = 0.3
@@ -53,8 +53,8 @@ class Habits:
     hinted_trace: float = 0.5
     hinted_turn: float = 0.5
     """Per turn of a hinted trace."""
-    stray_hint: float = 0.4
-    """Per hint: it belongs to another error."""
+    stray_hint: float = 0.15
+    """Per hint: it belongs to another turn."""
     guided: float = 0.5
     """Per file with several bugs: the lines are mended in any order, and hints say which is next."""
 
@@ -206,6 +206,9 @@ def _where_hint(tools: ToolBox, fix: ToolCall, num_lines: int) -> str | None:
     return None
 
 
+_Way = Callable[[ToolCall], ToolCall | tuple[str, ToolCall] | None]
+
+
 class _Expert:
     """One human trace: read, (wrong fix), fix, test, submit, with tool errors or hints on the way."""
 
@@ -251,42 +254,53 @@ class _Expert:
         return edit_call(chosen.line + 1, *unique_fragment(lines[chosen.line], chosen))
 
     def _act(self, call: ToolCall) -> ToolResult | None:
-        """Take one turn: the right call, perhaps after a hint, or a failing one. None when the call failed."""
-        hint = None
-        if self._hinted and self._rng.random() < self._habits.hinted_turn:
-            failing = self._failing(call, certain=True)
-            hint, matches = self._maker.hint_for(self._dry_run(failing)) if failing else (None, False)
-            failing = None if matches else self._failing(call)
-        else:
-            failing = self._failing(call)
+        """Take one turn: the right call or a failing one, perhaps after a hint. None when the call failed."""
+        hint, warned = self._hint(call)
+        ways = {way: chance for way, chance in self._ways(call).items() if way not in warned}
+        failing = self._failing(call, ways) if self._rng.random() < sum(ways.values()) else None
         text, tried = failing or (call_text(call), call)
         result = self._tools.call(tried)
         self._turns.append(TraceTurn(text, result.output, hint))
         return None if failing else result
 
-    def _dry_run(self, failing: tuple[str, ToolCall]) -> ToolResult:
-        """The result of a failing call; such a call changes nothing."""
-        return ToolBox(self._task, self._workspace).call(failing[1])
+    def _hint(self, call: ToolCall) -> tuple[str | None, tuple[_Way, ...]]:
+        """A hint for this turn, if any, and the ways to err that it keeps the expert from: none, if it is stray."""
+        if not self._hinted or self._rng.random() >= self._habits.hinted_turn:
+            return None, ()
+        edits: tuple[_Way, ...] = (self._with_wrong_old, self._with_wrong_line)
+        ways = self._ways(call)
+        ways |= {
+            way: 6 * ways[way] for way in edits if way in ways
+        }  # what live agents get wrong most, by far
+        way = self._draw(ways)
+        failing = _with_text(way(call))
+        if failing is None:
+            return None, ()
+        dry_run = ToolBox(self._task, self._workspace).call(failing[1])  # such a call changes nothing
+        hint, matches = self._maker.hint_for(dry_run)
+        if not matches:
+            return hint, ()
+        return hint, edits if way in edits else (way,)
 
-    def _failing(self, call: ToolCall, *, certain: bool = False) -> tuple[str, ToolCall] | None:
-        """One of the ways to get ``call`` wrong, as text and call; usually none, unless ``certain``."""
+    def _ways(self, call: ToolCall) -> dict[_Way, float]:
+        """How the expert may get ``call`` wrong, each with its probability."""
         habits, arguments = self._habits, call.arguments
-        ways: list[tuple[float, Any]] = [(habits.wrong_name, self._with_wrong_name)]
+        ways: dict[_Way, float] = {
+            self._with_wrong_name: habits.wrong_name,
+            self._as_bad_json: habits.bad_json,
+        }
         if "path" in arguments:
-            ways += [(habits.wrong_path, self._with_wrong_path), (habits.missing_argument, self._without_one)]
+            ways |= {self._with_wrong_path: habits.wrong_path, self._without_one: habits.missing_argument}
         if "old" in arguments:
-            ways += [(habits.wrong_old, self._with_wrong_old), (habits.wrong_line, self._with_wrong_line)]
-        ways.append((habits.bad_json, self._as_bad_json))
-        weights = [weight for weight, _ in ways]
-        if "old" in arguments and certain:  # what live agents get wrong most, by far
-            weights = [
-                w * (6 if way in (self._with_wrong_old, self._with_wrong_line) else 1) for w, way in ways
-            ]
-        if not certain and self._rng.random() >= sum(weights):
-            return None
-        way = self._rng.choices([way for _, way in ways], weights)[0]
-        made = way(call)
-        return made if made is None or isinstance(made, tuple) else (call_text(made), made)
+            ways |= {self._with_wrong_old: habits.wrong_old, self._with_wrong_line: habits.wrong_line}
+        return ways
+
+    def _failing(self, call: ToolCall, ways: dict[_Way, float]) -> tuple[str, ToolCall] | None:
+        """``call`` gone wrong in one of some ways, as text and call; None when that way does not exist here."""
+        return _with_text(self._draw(ways)(call))
+
+    def _draw(self, ways: dict[_Way, float]) -> _Way:
+        return self._rng.choices(list(ways), list(ways.values()))[0]
 
     def _with_wrong_name(self, call: ToolCall) -> ToolCall:
         return call.model_copy(update={"name": self._rng.choice(_WRONG_NAMES[call.name])})
@@ -327,6 +341,11 @@ class _Expert:
                 return "submit"
             return "read" if self._rng.random() < self._habits.read_again else "edit"
         return "submit" if phase == "test" else "end"
+
+
+def _with_text(made: ToolCall | tuple[str, ToolCall] | None) -> tuple[str, ToolCall] | None:
+    """What is said, and the call that comes of it; a call that is no text of its own is said as it is."""
+    return (call_text(made), made) if isinstance(made, ToolCall) else made
 
 
 def _changed(call: ToolCall, **arguments: Any) -> ToolCall:
