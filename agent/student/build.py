@@ -36,14 +36,14 @@ class Recipe:
 
     steps: int = 600
     """On expert traces."""
-    hint_steps: int = 120
+    hint_steps: int = 160
     """Of practice in using hints, afterwards."""
     batch_size: int = 16
     muon_learning_rate: float = 0.02
     adam_learning_rate: float = 3e-3
     hint_batch_size: int = 8
     """Failed calls per step of the practice."""
-    hint_rate: float = 0.15
+    hint_rate: float = 0.3
     """Step sizes of the practice, as a part of the ones above."""
     multiple_early: float = 0.75
     """Share of files with several bugs in the first 40 % of the steps; falls linearly until 65 %."""

@@ -12,20 +12,30 @@ import copy
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import numpy as np
 import torch
-from torch.nn.functional import kl_div, logsigmoid
+from torch.nn.functional import huber_loss, kl_div, logsigmoid
 
 from hintloop.agent.student.attempts import Attempt, attempts
 from hintloop.agent.student.fit import Fit
 from hintloop.agent.student.traces import TraceMaker
+from hintloop.learner.packing import grow, pack
 
 TASKS_PER_ROUND = 64
 MAX_EMPTY_ROUNDS = 2
 TURNS = 3
 _SHARE_READ = 0.8
 
-Turn = tuple[list[int], list[int]]
-"""A context and what is said in it."""
+_CALLS = 2.0
+_WITHOUT = 0.5
+_PREFERENCE = 2.0
+_LIKELIHOOD = 0.2
+"""Weights of the parts of the losses."""
+
+Turn = tuple[list[int], Sequence[list[int]]]
+"""A context and calls that may follow it."""
+Said = tuple[torch.Tensor, torch.Tensor]
+"""What ``logprobs`` finds."""
 
 
 def practise(
@@ -78,32 +88,56 @@ def contrast(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Two losses over the right and the failing call of each turn, nats per call.
 
-    The first: without a hint and behind the other one, the distribution at each token and the log-probability of
-    the call are to be those of ``start`` without a hint (KL, squared difference: unlikely calls hardly show in the
-    former). The second, behind the matching hint: DPO of the right over the failing call, with ``start`` without
-    a hint as its reference, and the likelihood of the right call.
+    The first: behind the other hint, and at a quarter of the turns without any, everything is to be as ``start`` has
+    it without a hint. The second, behind the matching hint: DPO of the right over the failing call, with ``start``
+    without a hint as its reference, and the likelihood of the right call.
     """
-    calls = [(attempt, hint, said) for attempt, hint in chosen for said in (attempt.right, attempt.said)]
-    plain = [(attempt.context, said) for attempt, _, said in calls]
+
+    def turns(hints: Sequence[str | None]) -> list[Turn]:
+        cases = zip(chosen, hints, strict=False)
+        return [(a.hinted(hint) if hint else a.context, (a.right, a.said)) for (a, _), hint in cases]
+
+    few = max(1, len(chosen) // 4)
     with torch.no_grad():
-        wanted, before = logprobs(start, plain)
-    found, after = logprobs(student, plain + [(attempt.hinted(hint), said) for attempt, hint, said in calls])
-    same = kl_div(found, wanted.repeat(2, 1), reduction="sum", log_target=True) / len(calls)
-    same = same + (after - before.repeat(2)).square().mean()
-    _, hinted = logprobs(student, [(attempt.hinted(attempt.hint or ""), said) for attempt, _, said in calls])
-    right, failing = (hinted - before).view(-1, 2).unbind(1)
-    return same, -logsigmoid(right - failing).mean() - hinted[::2].mean()
+        before = logprobs(start, turns([None] * len(chosen)))
+        few_before = logprobs(start, turns([None] * few))
+    other = _change(before, logprobs(student, turns([hint for _, hint in chosen])))
+    none = _change(few_before, logprobs(student, turns([None] * few)))
+    _, hinted = logprobs(student, turns([attempt.hint for attempt, _ in chosen]))
+    right, failing = (hinted - before[1]).view(-1, 2).unbind(1)
+    better = -logsigmoid(right - failing).mean() * _PREFERENCE - _LIKELIHOOD * hinted[::2].mean()
+    return other + none * _WITHOUT, better
 
 
-def logprobs(model: Any, turns: Sequence[Turn]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Log-probabilities (nats) of the vocabulary at the N tokens that the turns say, ``(N, V)``, and of each turn."""
-    ids = torch.zeros(len(turns), max(len(a) + len(b) for a, b in turns), dtype=torch.long)
-    used = torch.zeros_like(ids, dtype=torch.bool)
-    for index, (context, said) in enumerate(turns):
-        end = len(context) + len(said)
-        ids[index, :end] = torch.tensor(context + said)
-        used[index, len(context) - 1 : end - 1] = True
-    found = torch.log_softmax(model.lm_head(model.model(ids).last_hidden_state[used]), -1)
-    numbers, columns = used.nonzero(as_tuple=True)
-    said_tokens = found.gather(1, ids[numbers, columns + 1][:, None])[:, 0]
-    return found, torch.zeros(len(turns)).index_add(0, numbers, said_tokens)
+def _change(before: Said, after: Said) -> torch.Tensor:
+    """How far distributions and calls are from what they were. Unlikely calls hardly show in the former."""
+    distributions = kl_div(after[0], before[0], reduction="sum", log_target=True) / len(before[1])
+    return distributions + huber_loss(after[1], before[1]) * _CALLS
+
+
+def logprobs(model: Any, turns: Sequence[Turn]) -> Said:
+    """Log-probabilities (nats) of the vocabulary at the N tokens that the turns say, ``(N, V)``, and of each call.
+
+    The calls of a turn are branches of one row, which has the turn's context once.
+    """
+    trees = [
+        grow(np.array(context), [np.array(context + call) for call in calls], keep=len(context))
+        for context, calls in turns
+    ]
+    packed = pack(trees)
+    states = model.model(
+        input_ids=packed.ids, attention_mask=packed.mask(), position_ids=packed.positions, use_cache=False
+    ).last_hidden_state
+    calls = [
+        (row, len(context), call, path)
+        for row, ((context, said), tree) in enumerate(zip(turns, trees, strict=True))
+        for call, path in zip(said, tree.columns, strict=True)
+    ]
+    lengths = [len(call) for _, _, call, _ in calls]
+    rows = np.repeat([row for row, *_ in calls], lengths)
+    columns = np.concatenate([path[start - 1 : start + len(call) - 1] for _, start, call, path in calls])
+    numbers = torch.from_numpy(np.repeat(np.arange(len(calls)), lengths))
+    found = torch.log_softmax(model.lm_head(states[rows, columns]), -1)
+    tokens = torch.tensor([token for _, _, call, _ in calls for token in call])
+    said = found.gather(1, tokens[:, None])[:, 0]
+    return found, torch.zeros(len(calls)).index_add(0, numbers, said)
