@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 from hintloop.agent.engine import Engine, EngineError, Sampling
 from hintloop.agent.policy import ChatFormat
-from hintloop.agent.transcript import EpisodeNotes, EpisodeSpec, SiteChoice, Transcript, TurnEvent
+from hintloop.agent.transcript import EpisodeNotes, EpisodeSpec, Transcript, TurnEvent
 from hintloop.envs.client import EnvironmentLost
 from hintloop.envs.errors import Cause
 from hintloop.envs.models import TaskInfo, ToolCall, ToolResult
@@ -28,7 +28,6 @@ __all__ = [
     "Observer",
     "Played",
     "Player",
-    "SiteChoice",
     "Stepped",
     "TurnEvent",
 ]
@@ -81,7 +80,6 @@ class Player:
     """Name of the environment, for the record."""
     max_tokens: int
     """Tokens that one episode may have in all."""
-    site: SiteChoice = "failing"
     hint_role: str = "system"
 
     async def play(
@@ -132,7 +130,7 @@ class Player:
     def _finish(self, log: Transcript, final: Stepped | None) -> Played:
         if final is not None and final.reward is None:
             raise EpisodeLost("ungraded", "the environment ended the episode without a reward")
-        sites = log.hint_sites(self.site, self.hint_role)
+        sites = log.hint_sites(self.hint_role)
         reward = 0.0 if final is None or final.reward is None else float(final.reward)
         log.cut_tail()
         conversation, spec = log.conversation, log.spec

@@ -6,7 +6,6 @@ import json
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal
 
 from hintloop.agent import hints
 from hintloop.agent.conversation import Conversation, Message, RenderError
@@ -16,7 +15,6 @@ from hintloop.envs.errors import Cause, ToolError
 from hintloop.envs.models import TaskInfo, ToolCall, ToolResult
 from hintloop.replay.episode import HintSite, Turn
 
-SiteChoice = Literal["failing", "recovery"]
 """Where the hint for an error goes: before the turn that failed, or before the one after it."""
 
 
@@ -174,22 +172,18 @@ class Transcript:
         for index in range(last + 1, len(self.turns)):
             self.turns[index] = replace(self.turns[index], start=end, end=end)
 
-    def hint_sites(self, choice: SiteChoice, role: str) -> tuple[HintSite, ...]:
+    def hint_sites(self, role: str) -> tuple[HintSite, ...]:
         """One site for each error that the agent caused; what cannot be one is counted with its reason."""
         sites: dict[int, HintSite] = {}
         for failing, error in self._errors:
             if error.cause is not Cause.MODEL:
                 continue
-            turn = failing + (choice == "recovery")
-            site = self._hint_site(turn, error, role)
+            site = self._hint_site(failing, error, role)
             if site is not None:
-                sites[turn] = site
+                sites[failing] = site
         return tuple(sites.values())
 
     def _hint_site(self, turn: int, error: ToolError, role: str) -> HintSite | None:
-        if turn >= len(self._assistants):
-            self._dropped["no turn after the error"] += 1
-            return None
         try:
             text = hints.dispatch(error)
         except KeyError:

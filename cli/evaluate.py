@@ -66,7 +66,6 @@ async def _evaluate(config: Config, student: Path, run_dir: Path, url: str) -> l
         model=config.student.model,
         env=config.env.taskset,
         max_tokens=rollout.max_tokens,
-        site=rollout.hint_site,
         hint_role=rollout.hint_role,
     )
     try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -123,35 +124,48 @@ def learn(
     follow: Annotated[
         bool, typer.Option("--follow", help="Wait for more at the end of the journal.")
     ] = False,
+    student: Annotated[
+        str | None,
+        typer.Option(help="student-tiny, a model folder, or owner/name on the hub.", metavar="MODEL"),
+    ] = None,
     preset: Preset = None,
     config: ConfigFile = None,
     assignments: Assignments = None,
+    as_json: AsJson = False,
 ) -> None:
     """Train on a journal and publish weight versions; alone, or beside `hintloop rollout`.
 
-    Example: `hintloop learn --journal file:///data/journal --set learner.steps=50`
+    Example: `hintloop learn --journal file:///data/journal --student student-tiny --set learner.steps=50`
     """
     from hintloop.cli.model import prepare_student
+    from hintloop.cli.output import show_json
 
     _log_to_stderr()
     if run is None and journal is None:
         raise UserError("give a --journal to learn from, or the --run that has one")
-    folder, settings = _run_of(run, preset, config, assignments, part="learn")
-    student = prepare_student(settings.student, folder.student)
+    model = {} if student is None else {"student.model": student}
+    folder, settings = _run_of(run, preset, config, assignments, part="learn", values=model)
+    start = prepare_student(settings.student, folder.student)
     from hintloop.learner.run import run_learner  # takes seconds; not before the input is known to be good
 
     summary = run_learner(
-        student,
+        start,
         journal or str(folder.journal),
         weights or str(folder.weights),
         folder.path,
         settings.learner,
         follow=follow,
     )
-    typer.echo(
-        f"learner ended ({summary.reason}) after step {summary.step}: version {summary.version}, "
-        f"{summary.episodes} episodes, {summary.seconds:.0f} s; files in {folder.path}"
-    )
+    if as_json:
+        show_json({**asdict(summary), "folder": str(folder.path)})
+    else:
+        used = {name: count for name, count in summary.counts.items() if "_" not in name}
+        unused = {name: count for name, count in summary.counts.items() if "_" in name and count}
+        typer.echo(
+            f"learner ended ({summary.reason}) after step {summary.step}: version {summary.version}, "
+            f"{summary.seconds:.0f} s; files in {folder.path}\n"
+            f"used: {_listed(used)}\nnot used: {_listed(unused) or 'nothing'}"
+        )
     if summary.reason == "signal":
         raise typer.Exit(EXIT_STOPPED)
     if summary.reason == "idle":
@@ -183,8 +197,18 @@ def evaluate(
     show(evaluate_model(settings), as_json=as_json)
 
 
+def _listed(counts: dict[str, int]) -> str:
+    return ", ".join(f"{count} {name}" for name, count in counts.items())
+
+
 def _run_of(
-    run: Path | None, preset: str | None, file: Path | None, assignments: list[str] | None, *, part: str
+    run: Path | None,
+    preset: str | None,
+    file: Path | None,
+    assignments: list[str] | None,
+    *,
+    part: str,
+    values: dict[str, str] | None = None,
 ) -> tuple[RunFolder, Config]:
     """The run folder (a new one by default) and its settings; those it has give way to a preset or a file."""
     from hintloop.cli.config import load_config
@@ -193,7 +217,7 @@ def _run_of(
     saved = run / "config.toml" if run else None
     if preset is None and file is None and saved is not None and saved.is_file():
         file = saved
-    settings = load_config(preset=preset, file=file, assignments=assignments or ())
+    settings = load_config(preset=preset, file=file, assignments=assignments or (), values=values or {})
     folder = RunFolder(run or settings.run.output / f"{part}-{time.strftime('%Y%m%d-%H%M%S')}")
     try:
         folder.path.mkdir(parents=True, exist_ok=True)

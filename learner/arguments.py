@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -28,13 +29,19 @@ def recorded_reward(*_: Any, **__: Any) -> list[float | None]:
 
 
 def trl_arguments(config: LearnerConfig, output_dir: Path) -> GRPOConfig:
-    """No generation, no logging, no saving, no evaluation: these belong to others here."""
+    """No generation, no logging, no saving, no evaluation: these belong to others here.
+
+    ``ValueError`` when several processes cannot share the micro-batches evenly.
+    """
+    processes = int(os.environ.get("WORLD_SIZE", "1"))  # as every launcher sets it
+    if config.micro_batches % processes:
+        raise ValueError(f"{processes} processes cannot share {config.micro_batches} micro-batches evenly")
     return GRPOConfig(
         output_dir=str(output_dir),
         max_steps=max(config.steps, 1),
         per_device_train_batch_size=2,  # with the next line the least that TRL accepts; the batches are ready
         num_generations=2,
-        gradient_accumulation_steps=config.micro_batches,
+        gradient_accumulation_steps=config.micro_batches // processes,
         max_grad_norm=config.max_grad_norm,
         loss_type=config.loss_type,
         epsilon=config.epsilon,

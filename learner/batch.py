@@ -3,24 +3,37 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 import numpy as np
 
 from hintloop.learner.rows import (
     HintContext,
+    Ints,
     PairContext,
     Policy,
+    cut_pair,
+    cut_site,
     group_advantages,
     hint_context,
+    integers,
     pair_context,
     policy_of,
-    row_of,
+    recovery_of,
+    rows_of,
 )
 from hintloop.learner.tensors import MicroBatch, Totals, split
-from hintloop.replay.episode import Episode
+from hintloop.replay.episode import Episode, HintSite
+
+COUNTED = (
+    *("episodes", "episodes_unusable"),
+    *("tokens", "tokens_stale", "tokens_unscored", "tokens_too_long"),
+    *("sites", "sites_unusable", "sites_too_long", "sites_left_out"),
+    *("pairs", "pairs_unusable", "pairs_too_long", "pairs_left_out"),
+)
+"""The counts of a step that add up over steps: what was used, and under longer names what was not and why."""
 
 T = TypeVar("T")
 C = TypeVar("C", HintContext, PairContext)
@@ -35,6 +48,11 @@ class BatchRules:
     max_staleness: int | None = None
     max_sites: int = 64
     max_pairs: int = 32
+    max_tokens: int | None = None
+    """Longest context, its target turn included: an episode's part that is computed, a hinted context, a side of
+    a pair. Later tokens of an episode leave the policy loss; the other two lose the beginning of their prompt."""
+    site: Literal["failing", "recovery"] = "failing"
+    """The turn that a hint is compared at: the one whose call failed, or the assistant's next."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,23 +77,30 @@ def build_step(
     random = np.random.default_rng(list(seed))
     counts: Counter[str] = Counter()
     episodes = [e for group in groups for e in group]
-    advantages = [a for group in groups for a in group_advantages([_vote(e, rules) for e in group])]
-    usable = [(e, a) for e, a in zip(episodes, advantages, strict=True) if _vote(e, rules) is not None]
-    policies = [policy_of(e, version=version, max_staleness=rules.max_staleness) for e, _ in usable]
-    found_sites = [
-        [hint_context(episode, site, policy.fresh) for site in episode.hint_sites]
-        for (episode, _), policy in zip(usable, policies, strict=True)
+    tokens = [_usable(e, rules) for e in episodes]
+    votes = iter([None if ids is None else e.reward for e, ids in zip(episodes, tokens, strict=True)])
+    advantages = [a for group in groups for a in group_advantages([next(votes) for _ in group])]
+    usable = [(e, a) for e, a, ids in zip(episodes, advantages, tokens, strict=True) if ids is not None]
+    stale, cap = rules.max_staleness, rules.max_tokens
+    policies = [
+        policy_of(e, version=version, max_staleness=stale, max_tokens=cap, ids=ids)
+        for e, ids in zip(episodes, tokens, strict=True)
+        if ids is not None
     ]
-    found_pairs = [[pair_context(episode, pair) for pair in episode.pairs] for episode, _ in usable]
-    sites = _choose("sites", found_sites, rules.max_sites, rules.vocabulary, random, counts)
-    pairs = _choose("pairs", found_pairs, rules.max_pairs, rules.vocabulary, random, counts)
-    made = [
-        row_of(episode, advantage, policy, hints, preferences)
+    known = [(episode, policy) for (episode, _), policy in zip(usable, policies, strict=True)]
+    found_sites = [[_site(e, site, policy, rules) for site in e.hint_sites] for e, policy in known]
+    found_pairs = [[pair_context(e, pair, policy.ids) for pair in e.pairs] for e, policy in known]
+    counts["sites_unusable"] += sum(len(e.hint_sites) for e in episodes) - sum(map(len, found_sites))
+    counts["pairs_unusable"] += sum(len(e.pairs) for e in episodes) - sum(map(len, found_pairs))
+    sites = _choose("sites", found_sites, cut_site, rules.max_sites, rules, random, counts)
+    pairs = _choose("pairs", found_pairs, cut_pair, rules.max_pairs, rules, random, counts)
+    rows = [
+        row
         for (episode, advantage), policy, hints, preferences in zip(
             usable, policies, sites, pairs, strict=True
         )
+        for row in rows_of(episode, advantage, policy, hints, preferences)
     ]
-    rows = [row for row in made if row]
     totals = Totals(
         tokens=sum(int(p.scored.sum()) for (_, a), p in zip(usable, policies, strict=True) if a is not None),
         rows=sum(a is not None for _, a in usable),
@@ -94,28 +119,43 @@ def build_step(
     )
 
 
-def _vote(episode: Episode, rules: BatchRules) -> float | None:
-    """The reward; None for what must not be trained on: ungraded, held out, or of another vocabulary."""
-    known = all(0 <= token < rules.vocabulary for token in episode.token_ids)
-    return episode.reward if known and episode.source != "evaluation" else None
+def _usable(episode: Episode, rules: BatchRules) -> Ints | None:
+    """The tokens; None for what must not be trained on: ungraded, held out, empty, or of another vocabulary."""
+    if episode.reward is None or episode.source == "evaluation" or not episode.token_ids:
+        return None
+    ids = integers(episode.token_ids)
+    return ids if ids.min() >= 0 and ids.max() < rules.vocabulary else None
+
+
+def _site(episode: Episode, site: HintSite, policy: Policy, rules: BatchRules) -> HintContext | None:
+    compared = site if rules.site == "failing" else recovery_of(episode, site)
+    return None if compared is None else hint_context(episode, compared, policy.fresh, policy.ids)
 
 
 def _choose(
     name: str,
     found: list[list[C | None]],
+    cut: Callable[[C, int], C | None],
     limit: int,
-    vocabulary: int,
+    rules: BatchRules,
     random: np.random.Generator,
     counts: Counter[str],
 ) -> list[list[C]]:
-    """At most ``limit`` of the contexts found in each episode, without the unusable ones."""
+    """At most ``limit`` of the contexts found in each episode, without the unusable and the too long ones."""
     if not limit:
         return [[] for _ in found]
     every = [(number, context) for number, contexts in enumerate(found) for context in contexts]
-    valid = [(n, c) for n, c in every if c and all(ids.max() < vocabulary for ids in c.sequences)]
-    taken = _sample(valid, limit, random)
-    counts[f"{name}_unusable"], counts[f"{name}_left_out"] = len(every) - len(valid), len(valid) - len(taken)
-    return [[context for n, context in taken if n == number] for number in range(len(found))]
+    valid = [(n, c) for n, c in every if c and all(ids.max() < rules.vocabulary for ids in c.sequences)]
+    short = [(n, c if rules.max_tokens is None else cut(c, rules.max_tokens)) for n, c in valid]
+    fitting = [(n, c) for n, c in short if c]
+    taken = _sample(fitting, limit, random)
+    counts[f"{name}_unusable"] += len(every) - len(valid)
+    counts[f"{name}_too_long"] = len(valid) - len(fitting)
+    counts[f"{name}_left_out"] = len(fitting) - len(taken)
+    chosen: list[list[C]] = [[] for _ in found]
+    for number, context in taken:
+        chosen[number].append(context)
+    return chosen
 
 
 def _sample(items: list[T], limit: int, random: np.random.Generator) -> list[T]:
@@ -128,7 +168,8 @@ def _means(episodes: list[Episode], policies: list[Policy]) -> dict[str, float]:
     """Reward, staleness and how many sampled tokens cannot be trained."""
     means: dict[str, float] = {
         "tokens_stale": float(sum(int((p.sampled & ~p.fresh).sum()) for p in policies)),
-        "tokens_unscored": float(sum(int((p.fresh & ~p.scored).sum()) for p in policies)),
+        "tokens_unscored": float(sum(int((p.fresh & ~p.scored).sum()) - p.too_long for p in policies)),
+        "tokens_too_long": float(sum(p.too_long for p in policies)),
     }
     if episodes:
         means["reward_mean"] = float(np.mean([e.reward for e in episodes]))

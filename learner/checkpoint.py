@@ -1,8 +1,8 @@
 """Checkpoints: everything that an exact resume needs, there whole or not at all.
 
 ``<folder>/v000042/`` holds ``model/`` (a loadable model folder), ``published/`` (another one, where other weights
-than those are published), ``teacher.safetensors`` (the moving average, if there is one), ``optimizer.pt`` and
-``state.json``.
+than those are published), ``adapter.safetensors`` (where adapters are trained), ``teacher.safetensors`` (the moving
+average, if there is one), ``optimizer.pt`` and ``state.json``.
 """
 
 from __future__ import annotations
@@ -16,10 +16,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_model as load_tensors
-from safetensors.torch import save_model as save_tensors
+from safetensors.torch import load_file, save_file
 
-from hintloop.learner.models import no_progress_bar
+from hintloop.learner.adapters import plain_tensors
+from hintloop.learner.config import LearnerConfig
+from hintloop.learner.models import Weights, hold, holding, load_model, no_progress_bar, trained_weights
 from hintloop.replay.storage import sync_folder, temporary_path
 
 _NAME = re.compile(r"v(\d{6,})")
@@ -52,7 +53,7 @@ class Checkpoint:
 
     @property
     def model(self) -> Path:
-        """The folder of the model that training goes on with."""
+        """The folder of the model, as it would have been without adapters."""
         return self.folder / "model"
 
     @property
@@ -61,14 +62,23 @@ class Checkpoint:
         other = self.folder / "published"
         return other if other.exists() else self.model
 
-    def restore(self, optimizer: tuple[torch.optim.Optimizer, Any], teacher: Any | None) -> None:
+    def load(self, student: Path, config: LearnerConfig) -> Any:
+        """The model that training goes on with; ``student`` is the folder that it began with."""
+        if not config.lora_rank:
+            return load_model(self.model)
+        model = load_model(student, config)
+        hold(model, load_file(self.folder / "adapter.safetensors"))
+        return model
+
+    def restore(self, optimizer: tuple[torch.optim.Optimizer, Any], teacher: Weights | None) -> None:
         """Load optimizer, scheduler, random state and, when both exist, the teacher's weights."""
         saved = torch.load(self.folder / "optimizer.pt", weights_only=True)
         optimizer[0].load_state_dict(saved["optimizer"])
         optimizer[1].load_state_dict(saved["scheduler"])
         torch.set_rng_state(saved["random"])
-        if teacher is not None and (weights := self.folder / "teacher.safetensors").exists():
-            load_tensors(teacher, weights)
+        if teacher is not None and (path := self.folder / "teacher.safetensors").exists():
+            for name, value in load_file(path).items():
+                teacher[name].copy_(value)
 
 
 def newest(folder: Path) -> Checkpoint | None:
@@ -85,15 +95,17 @@ def save(
     state: State,
     *,
     model: Any,
-    published: Any | None = None,
+    published: Weights | None,
     student: Path,
     optimizer: tuple[torch.optim.Optimizer, Any],
-    teacher: Any | None,
+    teacher: Weights | None,
+    adapters: bool,
 ) -> Checkpoint:
     """Write a checkpoint and then remove all but the newest ``KEPT``.
 
-    ``published`` is published in place of ``model``, if given. ``student`` is the folder the model came from; what
-    is neither weights nor config there, such as the tokenizer, goes along.
+    ``published`` are published in place of the weights of ``model``, if given; ``adapters``: they are what is
+    trained. ``student`` is the folder the model came from; what is neither weights nor config there, such as the
+    tokenizer, goes along.
     """
     target = folder / _name(state.version)
     folder.mkdir(parents=True, exist_ok=True)
@@ -103,9 +115,12 @@ def save(
     temporary.mkdir()
     _save_model(model, student, temporary / "model")
     if published is not None:
-        _save_model(published, student, temporary / "published")
+        with holding(model, published):
+            _save_model(model, student, temporary / "published")
+    if adapters:
+        save_file(trained_weights(model), temporary / "adapter.safetensors")
     if teacher is not None:
-        save_tensors(teacher, str(temporary / "teacher.safetensors"))
+        save_file(teacher, temporary / "teacher.safetensors")
     parts = {"optimizer": optimizer[0].state_dict(), "scheduler": optimizer[1].state_dict()}
     torch.save({**parts, "random": torch.get_rng_state()}, temporary / "optimizer.pt")
     (temporary / "state.json").write_text(json.dumps(asdict(state), allow_nan=False))
@@ -119,7 +134,7 @@ def save(
 
 def _save_model(model: Any, student: Path, folder: Path) -> None:
     with no_progress_bar():
-        model.save_pretrained(folder)
+        model.save_pretrained(folder, state_dict=plain_tensors(model))
     for path in sorted(student.iterdir()):
         if path.is_file() and not any(path.match(pattern) for pattern in _WEIGHTS):
             shutil.copy2(path, folder / path.name)

@@ -34,6 +34,19 @@ class LearnerConfig(BaseModel):
     """Lower clip range of the probability ratio."""
     epsilon_high: float = Field(0.28, gt=0)
     """Upper clip range; for ``cispo`` the cap of the ratio itself, where 5 is usual."""
+    correction: Literal["none", "tis", "icepop", "sequence_mask"] = "none"
+    """Weights of sampled tokens, in reward and hint channel, for the policy that sampled them: ``tis`` (ratio up to a
+    cap), ``icepop`` (ratio within bounds, else 0), ``sequence_mask`` (0 for rows that got too unlikely). ``none``
+    leaves it to the clipped ratio of the policy loss, which the first two replace."""
+    correction_cap: float = Field(2.0, gt=0)
+    """Largest weight of ``tis``."""
+    correction_low: float = Field(0.5, ge=0)
+    """Smallest ratio that ``icepop`` keeps."""
+    correction_high: float = Field(5.0, gt=0)
+    """Largest ratio that ``icepop`` keeps."""
+    correction_delta: float = Field(0.1)
+    """Mean fall of the log-probability, in nats per token, beyond which ``sequence_mask`` drops a row that counts
+    against itself."""
     sampling_temperature: float = Field(1.0, gt=0)
     """Temperature that the recorded log-probabilities were drawn at."""
     alpha_sdpo: float = Field(0.1, ge=0)
@@ -42,10 +55,12 @@ class LearnerConfig(BaseModel):
     """Divergence of the hint channel: 0 is KL(teacher || student), 1 is KL(student || teacher), else JSD."""
     distill_temperature: float = Field(1.0, gt=0)
     """Temperature of both distributions in the hint channel."""
-    teacher: Literal["ema", "frozen", "live"] = "ema"
-    """The hinted teacher: a moving average of the student, the start model, or the student itself."""
-    ema_rate: float = Field(0.05, ge=0, le=1)
-    """Share of the student that enters the moving average at each optimizer step."""
+    teacher: Literal["ema", "frozen", "trust_region", "live"] = "ema"
+    """The hinted teacher: a moving average of the student, the start model, that one with a share of the student in
+    its logits, or the student itself."""
+    teacher_rate: float = Field(0.05, ge=0, le=1)
+    """Share of the student that enters the teacher: ``ema``, the average at each optimizer step; ``trust_region``,
+    the logits."""
     average_last: bool = False
     """Publish the moving average, which the ``ema`` teacher is, as the last version, in place of the last weights."""
     beta_replay: float = Field(0.1, ge=0)
@@ -54,6 +69,11 @@ class LearnerConfig(BaseModel):
     """Inverse temperature of the preference loss."""
     chosen_nll: float = Field(0.0, ge=0)
     """Weight, within the preference channel, of the mean negative log-likelihood of the chosen response (RPO)."""
+    lora_rank: int = Field(0, ge=0)
+    """Rank of the adapters (LoRA, needs the package ``peft``) that are trained in place of the weights; 0 trains the
+    weights. What is published is always a whole model."""
+    lora_alpha: int = Field(32, ge=1)
+    """Scale of the adapters; what they add is multiplied by this over their rank."""
     max_sites_per_step: int = Field(64, ge=1)
     """Hint sites used per step; more are sampled down and counted."""
     max_pairs_per_step: int = Field(32, ge=1)
@@ -61,6 +81,13 @@ class LearnerConfig(BaseModel):
     max_staleness: int | None = Field(4, ge=0)
     """Versions that a sampled token may lag behind the weights being trained; None for no limit. A recorded
     journal, which nobody appends to, has no limit."""
+    max_row_tokens: int | None = Field(None, ge=2)
+    """Tokens of the longest context, its target turn included; None for no limit. Later tokens of an episode
+    leave the policy loss; a hinted context or a side of a pair loses the beginning of its prompt, or is left out
+    where hint and turn alone are longer. Everything left out is counted."""
+    site: Literal["failing", "recovery"] = "failing"
+    """Turn that a hint is compared at: the one whose call failed, or the assistant's next one, which repairs it;
+    the hint stands directly before that turn."""
     publish_every: int = Field(1, ge=1)
     """Steps between two checkpoints, each of which is published."""
     keep_versions: int = Field(4, ge=1)
@@ -78,7 +105,11 @@ class LearnerConfig(BaseModel):
     """Seed of the sampling of sites and pairs, and of dropout where a model has any."""
 
     @model_validator(mode="after")
-    def _average_exists(self) -> LearnerConfig:
+    def _fits_together(self) -> LearnerConfig:
         if self.average_last and (self.teacher != "ema" or not self.alpha_sdpo):
             raise ValueError("average_last needs the moving average: teacher = 'ema' and alpha_sdpo > 0")
+        if self.correction != "none" and self.loss_type == "vespo":
+            raise ValueError("loss_type 'vespo' corrects for the sampling policy itself: correction = 'none'")
+        if self.correction_low > self.correction_high:
+            raise ValueError("correction_low must not be above correction_high")
         return self

@@ -75,21 +75,15 @@ def grow(trunk: Ints, paths: Sequence[Ints], *, keep: int = 0) -> Tree:
     """
     forks = [_common(trunk, path) for path in paths]
     size = max([keep, *forks])
-    pieces = [trunk[:size], *(path[fork:] for path, fork in zip(paths, forks, strict=True))]
-    lengths = [len(piece) for piece in pieces]
-    starts = np.cumsum([0, *lengths])[:-1]
-    offsets = np.arange(sum(lengths)) - np.repeat(starts, lengths)
-    fork_of = np.repeat([0, *forks], lengths)
-    return Tree(
-        ids=np.concatenate(pieces),
-        positions=offsets + fork_of,
-        branch=np.repeat(np.arange(len(pieces)), lengths),
-        fork=fork_of,
-        columns=tuple(
-            np.concatenate([np.arange(fork), np.arange(start, start + length)])
-            for fork, start, length in zip(forks, starts[1:], lengths[1:], strict=True)
-        ),
-    )
+    ends = np.cumsum([size, *(len(path) - fork for path, fork in zip(paths, forks, strict=True))])
+    ids, positions, branch, fork_of = (np.zeros(ends[-1], dtype=np.int64) for _ in range(4))
+    ids[:size], positions[:size] = trunk[:size], np.arange(size)
+    columns = []
+    for number, (path, fork, start, end) in enumerate(zip(paths, forks, ends, ends[1:], strict=False), 1):
+        ids[start:end], positions[start:end] = path[fork:], np.arange(fork, len(path))
+        branch[start:end], fork_of[start:end] = number, fork
+        columns.append(np.concatenate([np.arange(fork), np.arange(start, end)]))
+    return Tree(ids, positions, branch, fork_of, tuple(columns))
 
 
 def pack(trees: Sequence[Tree]) -> Packed:
@@ -104,17 +98,17 @@ def pack(trees: Sequence[Tree]) -> Packed:
 
 def pad(
     arrays: Sequence[npt.NDArray[Any]],
-    dtype: torch.dtype = torch.long,
+    dtype: npt.DTypeLike = np.int64,
     *,
     value: int = 0,
     width: int | None = None,
 ) -> Tensor:
     """``(B, width)`` of B arrays, padded on the right; without a width, as wide as the longest."""
     longest = max(map(len, arrays), default=0) if width is None else width
-    padded = torch.full((len(arrays), longest), value, dtype=dtype)
-    for row, array in enumerate(arrays):
-        padded[row, : len(array)] = torch.from_numpy(array)
-    return padded
+    padded = np.full((len(arrays), longest), value, dtype=dtype)
+    for row, array in zip(padded, arrays, strict=True):
+        row[: len(array)] = array
+    return torch.from_numpy(padded)
 
 
 def require_masks(model: Any) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -27,11 +27,16 @@ STD_FLOOR = 1e-4
 class Policy:
     """What an episode's tokens are worth to the learner; arrays of the episode's length."""
 
+    ids: Ints
+    logprobs: Floats
+    """As recorded."""
     sampled: Bools
     fresh: Bools
     """Sampled, and by weights that are recent enough."""
     scored: Bools
-    """Fresh, not the first token, with a finite recorded log-probability: a ratio can be formed."""
+    """Fresh, not the first token, with a finite recorded log-probability: a ratio can be formed. Below the cap."""
+    too_long: int
+    """Number of tokens that would be ``scored``, were they not beyond the cap."""
     lags: Ints
     """Versions between sampling and now, of the sampled tokens only."""
 
@@ -42,9 +47,15 @@ class HintContext:
 
     ids: Ints
     student_index: Ints
-    """(K,): states of the episode that predict the compared tokens."""
+    """(K,): states of the student's row that predict the compared tokens; see ``student``."""
     teacher_index: Ints
     """(K,): states of ``ids`` that predict the same tokens."""
+    logprobs: Floats
+    """(K,): of the compared tokens, by the policy that sampled; NaN where it is unknown."""
+    insert_at: int
+    """Where the hint is in ``ids``."""
+    student: Ints | None = None
+    """The row of its own that the student needs, once both contexts are cut; None when it is the episode's row."""
 
     @property
     def sequences(self) -> tuple[Ints, ...]:
@@ -58,6 +69,8 @@ class PairContext:
     chosen: Ints
     rejected: Ints
     prompt_end: int
+    cut: bool = False
+    """The prompt lacks its beginning, so that it shares nothing with the episode's row."""
 
     @property
     def sequences(self) -> tuple[Ints, ...]:
@@ -66,10 +79,10 @@ class PairContext:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """What the channels need of one episode."""
+    """What the channels need of one episode; or one site, or one pair, whose context is cut."""
 
     ids: Ints
-    """The whole episode."""
+    """The whole episode; the cut context of a site or a pair."""
     keep: int
     """States that the policy loss and the hints need, from the first one on."""
     trained: Bools
@@ -93,44 +106,156 @@ def group_advantages(rewards: Sequence[float | None]) -> list[float | None]:
     return [None if reward is None else (reward - mean) / (std + STD_FLOOR) for reward in rewards]
 
 
-def policy_of(episode: Episode, *, version: int, max_staleness: int | None) -> Policy:
-    """Which tokens of an episode may be trained when the weights are at ``version``."""
-    sampled = np.asarray(episode.loss_mask, dtype=np.bool_)
-    versions = np.asarray(episode.policy_versions, dtype=np.int64)
+def policy_of(
+    episode: Episode,
+    *,
+    version: int,
+    max_staleness: int | None,
+    max_tokens: int | None = None,
+    ids: Ints | None = None,
+) -> Policy:
+    """Which tokens of an episode may be trained when the weights are at ``version``.
+
+    ``ids`` are the episode's tokens, where they exist as an array already. Tokens from index ``max_tokens`` on
+    are not scored; a hint may still use them, in a context that is cut.
+    """
+    ids, versions = integers(episode.token_ids) if ids is None else ids, integers(episode.policy_versions)
+    logprobs, sampled = np.asarray(episode.logprobs, np.float32), np.asarray(episode.loss_mask) != 0
     # A recorded journal may be newer than the weights that learn from it, and foreign tokens have no version.
     lags = np.where(versions == NOT_SAMPLED, 0, np.maximum(version - versions, 0))
     fresh = sampled & (lags <= (math.inf if max_staleness is None else max_staleness))
-    known = np.isfinite(np.asarray(episode.logprobs, dtype=np.float32)) & (versions != NOT_SAMPLED)
-    scored = fresh & known
+    scored = fresh & np.isfinite(logprobs) & (versions != NOT_SAMPLED)
     scored[:1] = False
-    return Policy(sampled, fresh, scored, lags[sampled])
+    beyond = slice(len(ids) if max_tokens is None else max_tokens, None)
+    too_long = int(scored[beyond].sum())
+    scored[beyond] = False
+    return Policy(ids, logprobs, sampled, fresh, scored, too_long, lags[sampled])
 
 
-def hint_context(episode: Episode, site: HintSite, fresh: Bools) -> HintContext | None:
-    """The hinted context of a site; None when it has no fresh token or its indices make no sense."""
+def integers(values: Sequence[int]) -> Ints:
+    """As an array."""
+    return np.asarray(values, dtype=np.int64)
+
+
+def recovery_of(episode: Episode, site: HintSite) -> HintSite | None:
+    """The site moved to the next assistant turn, the hint directly before it; None when there is no such turn.
+
+    The context is the original one, the failing turn and its error included. The generation prompt of the
+    next turn has to be that of the failing turn, since its length is what tells where it begins.
+    """
+    turn = next((t for t in episode.turns if t.role == "assistant" and t.start >= site.end), None)
+    if turn is None or not 0 <= site.insert_at <= site.start:
+        return None
+    insert_at = turn.start - (site.start - site.insert_at)
+    opening = episode.token_ids[site.insert_at : site.start]
+    if insert_at < site.end or episode.token_ids[insert_at : turn.start] != opening:
+        return None
+    return replace(site, turn=episode.turns.index(turn), insert_at=insert_at, start=turn.start, end=turn.end)
+
+
+def hint_context(
+    episode: Episode, site: HintSite, fresh: Bools, ids: Ints | None = None
+) -> HintContext | None:
+    """The hinted context of a site; None when it has no fresh token or its indices make no sense.
+
+    ``ids`` are the episode's tokens, where they exist as an array already.
+    """
     if not 0 <= site.insert_at <= site.start < site.end <= len(episode.token_ids) or site.start < 1:
         return None
-    ids = np.asarray(episode.token_ids, dtype=np.int64)
-    hint = np.asarray(site.hint_ids, dtype=np.int64)
-    tokens = np.arange(site.start, site.end)[fresh[site.start : site.end]]
-    hinted = np.concatenate([ids[: site.insert_at], hint, ids[site.insert_at : site.end]])
+    ids = integers(episode.token_ids) if ids is None else ids
+    hint = integers(site.hint_ids)
+    tokens = np.flatnonzero(fresh[site.start : site.end]) + site.start
     if not len(tokens):
         return None
+    hinted = np.concatenate([ids[: site.insert_at], hint, ids[site.insert_at : site.end]])
     assert (ids[tokens] == hinted[tokens + len(hint)]).all(), (
         "student and teacher must predict the same tokens"
     )
-    return HintContext(hinted, tokens - 1, tokens - 1 + len(hint))
+    logprobs = np.asarray(episode.logprobs[site.start : site.end], dtype=np.float32)
+    versions = np.asarray(episode.policy_versions[site.start : site.end])
+    known = np.where(np.isfinite(logprobs) & (versions != NOT_SAMPLED), logprobs, np.float32(np.nan))
+    return HintContext(hinted, tokens - 1, tokens - 1 + len(hint), known[tokens - site.start], site.insert_at)
 
 
-def pair_context(episode: Episode, pair: PreferencePair) -> PairContext | None:
-    """Both sides of a pair; None when a response is empty, the two are equal or the prompt does not exist."""
+def pair_context(episode: Episode, pair: PreferencePair, ids: Ints | None = None) -> PairContext | None:
+    """Both sides of a pair; None when a response is empty, the two are equal or the prompt does not exist.
+
+    ``ids`` are the episode's tokens, where they exist as an array already.
+    """
     if not 1 <= pair.prompt_end <= len(episode.token_ids) or not pair.chosen_ids or not pair.rejected_ids:
         return None
     if pair.chosen_ids == pair.rejected_ids:
         return None
-    prompt = episode.token_ids[: pair.prompt_end]
-    chosen, rejected = (np.asarray(prompt + r, dtype=np.int64) for r in (pair.chosen_ids, pair.rejected_ids))
+    prompt = (integers(episode.token_ids) if ids is None else ids)[: pair.prompt_end]
+    chosen, rejected = (
+        np.concatenate([prompt, integers(response)]) for response in (pair.chosen_ids, pair.rejected_ids)
+    )
     return PairContext(chosen, rejected, pair.prompt_end)
+
+
+def cut_site(site: HintContext, max_tokens: int) -> HintContext | None:
+    """The site with a hinted context of at most ``max_tokens``; None when hint and turn alone are longer.
+
+    Both contexts lose the same beginning, so that they still differ in nothing but the hint. The student's is
+    then no part of the episode's row, and becomes a row of its own.
+    """
+    lost = len(site.ids) - max_tokens
+    if lost <= 0:
+        return site
+    if lost > min(site.insert_at, int(site.student_index[0])):
+        return None
+    ids, hint = site.ids[lost:], int(site.teacher_index[0] - site.student_index[0])
+    insert_at = site.insert_at - lost
+    student = np.concatenate([ids[:insert_at], ids[insert_at + hint :]])
+    return replace(
+        site,
+        ids=ids,
+        student_index=site.student_index - lost,
+        teacher_index=site.teacher_index - lost,
+        insert_at=insert_at,
+        student=student,
+    )
+
+
+def cut_pair(pair: PairContext, max_tokens: int) -> PairContext | None:
+    """The pair with sides of at most ``max_tokens``; None when a response leaves no room for a prompt token.
+
+    Both sides lose the same beginning of their prompt.
+    """
+    lost = max(map(len, pair.sequences)) - max_tokens
+    if lost <= 0:
+        return pair
+    if lost >= pair.prompt_end:
+        return None
+    return PairContext(pair.chosen[lost:], pair.rejected[lost:], pair.prompt_end - lost, cut=True)
+
+
+def rows_of(
+    episode: Episode,
+    advantage: float | None,
+    policy: Policy,
+    sites: Sequence[HintContext] = (),
+    pairs: Sequence[PairContext] = (),
+) -> list[Row]:
+    """The row of an episode, if a channel has a token in it, and one of its own for each context that is cut."""
+    whole = row_of(
+        episode, advantage, policy, [s for s in sites if s.student is None], [p for p in pairs if not p.cut]
+    )
+    return [
+        *([whole] if whole else []),
+        *(
+            _apart(s.student, int(s.student_index[-1]) + 1, sites=(s,))
+            for s in sites
+            if s.student is not None
+        ),
+        *(_apart(p.chosen, 0, pairs=(p,)) for p in pairs if p.cut),
+    ]
+
+
+def _apart(
+    ids: Ints, keep: int, sites: tuple[HintContext, ...] = (), pairs: tuple[PairContext, ...] = ()
+) -> Row:
+    return Row(ids, keep, np.zeros(keep, dtype=np.bool_), np.zeros(keep, dtype=np.float32), 0.0, sites, pairs)
 
 
 def row_of(
@@ -148,6 +273,5 @@ def row_of(
         return None
     keep = int(max(needed, default=-1)) + 1
     trained = trained[:keep]
-    logprobs = np.where(trained, np.asarray(episode.logprobs[:keep], dtype=np.float32), np.float32(0.0))
-    ids = np.asarray(episode.token_ids, dtype=np.int64)
-    return Row(ids, keep, trained, logprobs, float(advantage or 0.0), tuple(sites), tuple(pairs))
+    logprobs = np.where(trained, policy.logprobs[:keep], np.float32(0.0))
+    return Row(policy.ids, keep, trained, logprobs, float(advantage or 0.0), tuple(sites), tuple(pairs))

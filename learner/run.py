@@ -8,9 +8,11 @@ trained twice or lost.
 
 from __future__ import annotations
 
+import os
 import signal
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -22,9 +24,9 @@ import torch
 from transformers import AutoTokenizer, TrainerCallback
 
 from hintloop.learner import checkpoint as checkpoints
-from hintloop.learner.batch import BatchRules, StepBatch, build_step
+from hintloop.learner.batch import COUNTED, BatchRules, StepBatch, build_step
 from hintloop.learner.config import LearnerConfig
-from hintloop.learner.models import SideModels, load_model, make_optimizer, probe
+from hintloop.learner.models import SideWeights, Weights, holding, load_model, make_optimizer, probe
 from hintloop.learner.progress import Heartbeat, append_line, cut_lines
 from hintloop.learner.source import GroupSource, IdleTimeout
 from hintloop.learner.trainer import ThreeChannelTrainer
@@ -50,6 +52,8 @@ class LearnerSummary:
     """``steps``, ``max_minutes``, ``signal``, ``journal_end`` or ``idle``."""
     seconds: float
     """Wall time of this process in the loop."""
+    counts: dict[str, int]
+    """What was used and what was not, over all restarts; see ``COUNTED``."""
 
 
 def run_learner(
@@ -68,8 +72,11 @@ def run_learner(
     times. ``on_progress`` gets each step's metrics. SIGTERM ends the run after the step in hand, when called
     from the main thread. The last version's metadata has ``final: true`` when there is nothing left to train
     (``FINISHED``). Sets torch's number of threads.
-    ``ValueError`` when the weight store holds versions that ``run_dir`` knows nothing of.
+    ``ValueError`` when the weight store holds versions that ``run_dir`` knows nothing of, and when started as one of
+    several processes.
     """
+    if int(os.environ.get("WORLD_SIZE", "1")) != 1:
+        raise ValueError("the learner is one process; start it without a distributed launcher")
     torch.set_num_threads(config.threads)
     with _sigterm() as stopped:
         learner = _Learner(
@@ -98,9 +105,9 @@ class _Learner:
         self._heartbeat.beat("starting", step=0, version=0)
         found = checkpoints.newest(run_dir / "checkpoints")
         self._elapsed_before = found.state.elapsed_s if found else 0.0
-        self._model = load_model(found.model if found else student)
+        self._model = found.load(student, config) if found else load_model(student, config)
         self._optimizer = make_optimizer(self._model, config)
-        self._side = SideModels.of(load_model(student) if found else self._model, config)
+        self._side = SideWeights.of(load_model(student, config) if found else self._model, config)
         self._trainer = ThreeChannelTrainer(
             self._model,
             AutoTokenizer.from_pretrained(student, local_files_only=True),
@@ -118,7 +125,9 @@ class _Learner:
     def _resume(self, found: checkpoints.Checkpoint | None, journal: Journal) -> None:
         """Take up the state of a checkpoint, make one if there is none, and publish it if it is not."""
         state = found.state if found else checkpoints.State(0, 0, None, 0.0, {})
-        cut_lines(self._metrics_path, state.step)
+        self._counts: Counter[str] = Counter()
+        for metrics in cut_lines(self._metrics_path, state.step):
+            self._count(metrics)
         trained = cut_lines(self._trained_path, state.step)
         self._episodes = sum(len(record["episodes"]) for record in trained)
         self._step, self._version, self._position = state.step, state.version, state.position
@@ -165,7 +174,12 @@ class _Learner:
         self._heartbeat.beat(f"ended: {reason}", step=self._step, version=self._version)
         _log.info("learner.ended", reason=reason, step=self._step, version=self._version)
         return LearnerSummary(
-            self._step, self._version, self._episodes, reason, time.monotonic() - self._started
+            self._step,
+            self._version,
+            self._episodes,
+            reason,
+            time.monotonic() - self._started,
+            dict(self._counts),
         )
 
     def begin(self, state: Any) -> None:
@@ -180,6 +194,7 @@ class _Learner:
         metrics = self._metrics()
         append_line(self._trained_path, self._trained_record)
         append_line(self._metrics_path, metrics)
+        self._count(metrics)
         final = bool(self._done()) or self._source.at_end()
         ending = final or self._stopped()
         if ending or self._step % self._config.publish_every == 0:
@@ -224,6 +239,8 @@ class _Learner:
             max_staleness=config.max_staleness if self._follow else None,
             max_sites=config.max_sites_per_step if config.alpha_sdpo else 0,
             max_pairs=config.max_pairs_per_step if config.beta_replay else 0,
+            max_tokens=config.max_row_tokens,
+            site=config.site,
         )
 
     def _wait(self) -> None:
@@ -257,11 +274,15 @@ class _Learner:
             "seconds_publishing": self._timings["publishing"],
         }
 
+    def _count(self, metrics: dict[str, Any]) -> None:
+        self._counts.update({name: int(metrics.get(name, 0)) for name in COUNTED})
+
     def _commit(self, *, final: bool) -> None:
         """Checkpoint first, then publish."""
         before = time.monotonic()
         average = self._moving_teacher if final and self._config.average_last else None
-        metadata = {"step": self._step, "final": final, "probe": probe(average or self._model)}
+        with holding(self._model, average):
+            metadata = {"step": self._step, "final": final, "probe": probe(self._model)}
         self._saved = checkpoints.save(
             self._run_dir / "checkpoints",
             checkpoints.State(self._step, self._version, self._position, self._elapsed(), metadata),
@@ -270,6 +291,7 @@ class _Learner:
             student=self._student,
             optimizer=self._optimizer,
             teacher=self._moving_teacher,
+            adapters=bool(self._config.lora_rank),
         )
         self._publish()
         self._timings["publishing"] = time.monotonic() - before
@@ -286,7 +308,7 @@ class _Learner:
         self._store.prune(self._config.keep_versions)
 
     @property
-    def _moving_teacher(self) -> Any | None:
+    def _moving_teacher(self) -> Weights | None:
         return self._side.teacher if self._config.teacher == "ema" else None
 
     @property

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from hintloop.learner.tensors import MicroBatch
+
+DIVERGENCE_PERCENTILES = (50, 90, 99)
+"""Of the divergences of the compared tokens; a few tokens hold most of them."""
 
 
 class StepStats:
@@ -19,10 +23,30 @@ class StepStats:
         self._measure = measure_channels
         self._losses: defaultdict[str, float] = defaultdict(float)
         self._sums: defaultdict[str, float] = defaultdict(float)
-        self._weights: defaultdict[str, int] = defaultdict(int)
+        self._weights: defaultdict[str, float] = defaultdict(float)
+        self._divergences: list[Tensor] = []
         self._gradients: dict[str, list[Tensor]] = {}
         self._norm: float | None = None
         self.nothing_to_learn = False
+
+    @staticmethod
+    def merged(parts: Sequence[StepStats]) -> StepStats:
+        """What several processes measured, as one."""
+        whole = StepStats()
+        for part in parts:
+            for mine, theirs in (
+                (whole._losses, part._losses),
+                (whole._sums, part._sums),
+                (whole._weights, part._weights),
+            ):
+                for name, value in theirs.items():
+                    mine[name] += value
+            whole._divergences += part._divergences
+            for channel, gradients in part._gradients.items():
+                before = whole._gradients.setdefault(channel, [torch.zeros_like(g) for g in gradients])
+                for total, gradient in zip(before, gradients, strict=True):
+                    total += gradient
+        return whole
 
     def add(self, name: str, total: float, weight: int) -> None:
         """Add to a mean."""
@@ -50,11 +74,15 @@ class StepStats:
         gap = logps - batch.logprobs[batch.trained]
         advantages = batch.advantages[:, None].expand_as(batch.trained)[batch.trained]
         ratio, (low, high) = gap.exp(), epsilons
-        clipped = ((ratio < 1 - low) & (advantages < 0)) | ((ratio > 1 + high) & (advantages > 0))
-        self.add("clip_fraction", float(clipped.sum()), len(gap))
+        self.add("clip_fraction_low", float(((ratio < 1 - low) & (advantages < 0)).sum()), len(gap))
+        self.add("clip_fraction_high", float(((ratio > 1 + high) & (advantages > 0)).sum()), len(gap))
         self.add("logprob_gap_mean", float(gap.abs().sum()), len(gap))
         if entropies is not None:
             self.add("entropy_mean", float(entropies.detach().sum()), len(gap))
+
+    def add_divergences(self, divergences: Tensor) -> None:
+        """Add how far student and hinted teacher are apart at each compared token (K,), nats."""
+        self._divergences.append(divergences.detach().float().cpu())
 
     def end(self, norm: float) -> None:
         """The gradient is complete."""
@@ -67,6 +95,9 @@ class StepStats:
         result |= {
             name: total / self._weights[name] for name, total in self._sums.items() if self._weights[name]
         }
+        if self._divergences and len(every := torch.cat(self._divergences)):
+            result["divergence_mean"] = float(every.mean())
+            result |= {f"divergence_p{p}": float(every.quantile(p / 100)) for p in DIVERGENCE_PERCENTILES}
         for name, gradients in self._gradients.items():
             result[f"grad_norm_{name}"] = float(torch.nn.utils.get_total_norm(gradients))
         if self._norm is not None and self._losses:

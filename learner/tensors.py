@@ -50,6 +50,12 @@ class MicroBatch:
     """(K, 2) in ``student``"""
     teacher_index: Tensor
     """(K, 2) in ``teacher``: the same tokens"""
+    site_targets: Tensor
+    """(K,): these tokens"""
+    site_logprobs: Tensor
+    """(K,) of the policy that sampled; NaN where it is unknown"""
+    site_lengths: tuple[int, ...]
+    """Compared tokens of each site; K in all"""
     reference: Packed
     """Responses, for the reference model"""
     pair_student_index: Tensor
@@ -104,8 +110,8 @@ def _micro_batch(rows: list[Row], students: list[Tree], totals: Totals) -> Micro
     pairs = [pair for row in paired for pair in row.pairs]
     return MicroBatch(
         student=packed,
-        trained=pad([row.trained for row in rows], torch.bool, width=width),
-        logprobs=pad([row.logprobs for row in rows], torch.float32, width=width),
+        trained=pad([row.trained for row in rows], np.bool_, width=width),
+        logprobs=pad([row.logprobs for row in rows], np.float32, width=width),
         advantages=torch.tensor([row.advantage for row in rows], dtype=torch.float32),
         teacher=pack(teachers),
         student_index=_index((n, site.student_index) for n, row in enumerate(rows) for site in row.sites),
@@ -114,6 +120,11 @@ def _micro_batch(rows: list[Row], students: list[Tree], totals: Totals) -> Micro
             for n, (tree, row) in enumerate(zip(teachers, hinted, strict=True))
             for columns, site in zip(tree.columns, row.sites, strict=True)
         ),
+        site_targets=_flat(site.ids[site.teacher_index + 1] for row in rows for site in row.sites),
+        site_logprobs=torch.from_numpy(
+            np.concatenate([np.zeros(0, np.float32), *(s.logprobs for row in rows for s in row.sites)])
+        ),
+        site_lengths=tuple(len(site.student_index) for row in rows for site in row.sites),
         reference=pack(references),
         pair_student_index=_response_index(students, rows),
         pair_reference_index=_response_index(references, paired),
@@ -141,8 +152,14 @@ def _response_index(trees: list[Tree], rows: list[Row]) -> Tensor:
 
 def _index(entries: Iterable[tuple[int, Ints]]) -> Tensor:
     """``(N, 2)`` of row and column."""
-    found = [np.stack([np.full(len(columns), row), columns], axis=1) for row, columns in entries]
-    return torch.from_numpy(np.concatenate([np.zeros((0, 2), dtype=np.int64), *found]))
+    rows, columns = [], [np.zeros(0, dtype=np.int64)]
+    for row, found in entries:
+        rows.append(row)
+        columns.append(found)
+    lengths = [len(found) for found in columns[1:]]
+    return torch.from_numpy(
+        np.stack([np.repeat(np.array(rows, dtype=np.int64), lengths), np.concatenate(columns)], axis=1)
+    )
 
 
 def _flat(arrays: Iterable[Ints]) -> Tensor:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate.utils import gather_object
 from datasets import Dataset
 from torch import Tensor
 from transformers import PrinterCallback, TrainerCallback
@@ -21,10 +22,12 @@ from trl.trainer.grpo_trainer import GRPOTrainer
 from hintloop.learner.arguments import Once, recorded_reward, trl_arguments
 from hintloop.learner.batch import StepBatch
 from hintloop.learner.config import LearnerConfig
+from hintloop.learner.losses.corrections import correction_weights
 from hintloop.learner.losses.divergence import fused_generalized_jsd
 from hintloop.learner.losses.head import Head
 from hintloop.learner.losses.preference import dpo, response_logps
-from hintloop.learner.models import SideModels, reading
+from hintloop.learner.losses.sdpo import trust_region
+from hintloop.learner.models import SideWeights, Weights, backbone_states, reading
 from hintloop.learner.packing import Packed, require_masks
 from hintloop.learner.stats import StepStats
 from hintloop.learner.tensors import MicroBatch, states_at
@@ -40,25 +43,24 @@ class ThreeChannelTrainer(GRPOTrainer):
         config: LearnerConfig,
         batches: Iterable[StepBatch],
         *,
-        side: SideModels,
+        side: SideWeights,
         optimizer: tuple[torch.optim.Optimizer, Any],
         output_dir: Path,
         callbacks: list[TrainerCallback] | None = None,
     ) -> None:
         """``batches`` is iterated once; training ends with it or after ``config.steps``.
 
-        ``ValueError`` when started as one of several processes, or for a model that cannot take masks.
+        Started as one of several processes, each takes its share of every batch, and all make the same step.
+        ``ValueError`` for a model that cannot take masks.
         """
-        for reader in (model, side.teacher, side.reference):
-            if reader is not None:
-                require_masks(reader)
+        require_masks(model)
         self.learner_config = config
         self.student = model
         self.side = side
         self._weights = {"grpo": 1.0, "sdpo": config.alpha_sdpo, "dpo": config.beta_replay}
         self._batches = batches
         self._stats = StepStats()
-        self._shared: tuple[MicroBatch, Tensor] | None = None
+        self._shared: tuple[Tensor, Tensor] | None = None
         super().__init__(
             model=model,
             reward_funcs=[recorded_reward],
@@ -70,22 +72,21 @@ class ThreeChannelTrainer(GRPOTrainer):
             optimizers=optimizer,
             callbacks=[_MovingAverage(self), *(callbacks or [])],
         )
-        if self.accelerator.num_processes != 1:
-            raise ValueError("the learner is one process; start it without a distributed launcher")
         self.remove_callback(PrinterCallback)
-        for reader in (side.teacher, side.reference):
-            if reader is not None:
-                reader.to(self.accelerator.device)
+        for weights in (side.teacher, side.reference):
+            if weights is not None:
+                weights.update({name: value.to(self.accelerator.device) for name, value in weights.items()})
 
     def get_train_dataloader(self) -> Any:
-        """Micro-batch by micro-batch; the end of the batches ends the training."""
+        """This process's micro-batches, one by one; the end of the batches ends the training."""
+        rank, ranks = self.accelerator.process_index, self.accelerator.num_processes
 
         def micro_batches() -> Iterator[dict[str, MicroBatch]]:
             for batch in self._batches:
                 due = self.learner_config.grad_norm_every
                 measured = bool(due) and self.state.global_step % due == 0
                 self._stats = StepStats(measured and _channels(batch) > 1)
-                yield from ({"micro_batch": micro} for micro in batch.micro_batches)
+                yield from ({"micro_batch": micro} for micro in batch.micro_batches[rank::ranks])
             self.control.should_training_stop = True
 
         return Once(micro_batches())
@@ -117,7 +118,7 @@ class ThreeChannelTrainer(GRPOTrainer):
         """Losses, before their weights, of the channels that have something in this micro-batch."""
         if not len(batch.student):
             return
-        hidden = self._hidden(self.student, batch.student)
+        hidden = self._hidden(batch.student)
         if bool(batch.trained.any()):
             yield "grpo", self._grpo_loss(batch, hidden)
         if len(batch.student_index):
@@ -128,21 +129,28 @@ class ThreeChannelTrainer(GRPOTrainer):
     def _parameters(self) -> list[Tensor]:
         return [p for p in self.student.parameters() if p.requires_grad]
 
-    def _hidden(self, model: Any, rows: Packed) -> Tensor:
-        """(B, W, H) states behind the final norm."""
+    def _hidden(self, rows: Packed, weights: Weights | None = None) -> Tensor:
+        """(B, W, H) states behind the final norm, of the student or of what it is with other weights."""
         with self.accelerator.autocast():
-            output = model.base_model(
+            return backbone_states(
+                self.student,
+                weights,
                 input_ids=rows.ids,
                 attention_mask=rows.mask(),
                 position_ids=rows.positions,
-                use_cache=False,
             )
-        states: Tensor = output.last_hidden_state
-        return states
 
     def _grpo_loss(self, batch: MicroBatch, hidden: Tensor) -> Tensor:
         """TRL's loss of this micro-batch, as its share of the loss of the whole step."""
-        self._shared = (batch, hidden)
+        mask, targets = batch.trained[:, 1:], batch.student.ids[:, 1:]
+        logps, entropies = Head.of(self.student).logprobs(
+            hidden[:, :-1][mask], targets[mask], temperature=self.temperature, entropy=True
+        )
+        assert entropies is not None, "asked for"
+        self._stats.add_policy(batch, logps.detach(), entropies, (self.epsilon_low, self.epsilon_high))
+        empty = logps.new_zeros(mask.shape)
+        self._shared = (empty.masked_scatter(mask, logps), empty.masked_scatter(mask, entropies))
+        old, advantages = self._behaviour(batch, self._shared[0].detach(), mask)
         loss: Tensor = super()._compute_loss(  # type: ignore[no-untyped-call]
             self.model,
             {
@@ -150,13 +158,42 @@ class ThreeChannelTrainer(GRPOTrainer):
                 "prompt_mask": batch.trained[:, :1].long(),
                 "completion_ids": batch.student.ids[:, 1:],
                 "completion_mask": batch.trained[:, 1:].long(),
-                "advantages": batch.advantages,
-                "old_per_token_logps": batch.logprobs[:, 1:],
-                "num_items_in_batch": torch.tensor(float(batch.totals.tokens), device=hidden.device),
+                "advantages": advantages,
+                "old_per_token_logps": old,
+                "num_items_in_batch": torch.tensor(self._num_items(batch), device=hidden.device),
             },
         )
         self._shared = None
         return loss * self._share(batch)
+
+    def _behaviour(self, batch: MicroBatch, logps: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+        """(B, W-1) log-probabilities of the old policy, and the advantages, per token where these are corrected."""
+        recorded, kind = batch.logprobs[:, 1:], self.learner_config.correction
+        if kind == "none":
+            return recorded, batch.advantages
+        weights = self._correction(logps, recorded, mask, batch.advantages)
+        # The weights of these two hold the whole ratio to the policy that sampled; a second one would square it.
+        old = logps if kind in ("tis", "icepop") else recorded
+        return old, batch.advantages[:, None] * weights
+
+    def _correction(self, logps: Tensor, recorded: Tensor, mask: Tensor, advantages: Tensor) -> Tensor:
+        """(B, T) weights of sampled tokens, from (B, T) each and advantages (B,)."""
+        config = self.learner_config
+        weights, dropped = correction_weights(
+            config.correction,
+            logps,
+            recorded,
+            mask=mask,
+            cap=config.correction_cap,
+            low=config.correction_low,
+            high=config.correction_high,
+            delta=config.correction_delta,
+            advantages=advantages,
+        )
+        tokens = int(mask.sum())
+        self._stats.add("correction_dropped", dropped * tokens, tokens)
+        self._stats.add("correction_weight_mean", float(weights.sum()), tokens)
+        return weights
 
     def _share(self, batch: MicroBatch) -> float:
         """Turns TRL's mean over a micro-batch, divided by their number, into a part of the step's mean."""
@@ -166,6 +203,10 @@ class ThreeChannelTrainer(GRPOTrainer):
             return int(batch.trained.sum()) * self._pieces / batch.totals.tokens
         return len(batch.student) * self._pieces / batch.totals.rows
 
+    def _num_items(self, batch: MicroBatch) -> float:
+        """TRL divides by the share of one process, for it averages gradients; here they are added up."""
+        return float(batch.totals.tokens * self.accelerator.num_processes)
+
     @property
     def _pieces(self) -> int:
         pieces: int = self.current_gradient_accumulation_steps
@@ -174,41 +215,64 @@ class ThreeChannelTrainer(GRPOTrainer):
     def _get_per_token_logps_and_entropies(self, *_: Any, **__: Any) -> Any:
         """(B, W-1) log-probabilities and entropies from the shared hidden states; 0 off the policy loss."""
         assert self._shared, "called outside the policy loss"
-        batch, hidden = self._shared
-        mask, targets = batch.trained[:, 1:], batch.student.ids[:, 1:]
-        logps, entropies = Head.of(self.student).logprobs(
-            hidden[:, :-1][mask], targets[mask], temperature=self.temperature, entropy=True
-        )
-        self._stats.add_policy(batch, logps.detach(), entropies, (self.epsilon_low, self.epsilon_high))
-        assert entropies is not None, "asked for"
-        empty = logps.new_zeros(mask.shape)
-        return empty.masked_scatter(mask, logps), empty.masked_scatter(mask, entropies), None
+        return *self._shared, None
 
     def _hint_loss(self, batch: MicroBatch, hidden: Tensor) -> Tensor:
         config = self.learner_config
-        teacher = self.side.teacher or self.student
-        with reading(teacher):
-            hinted = self._hidden(teacher, batch.teacher)
+        with reading(self.student):
+            hinted, teacher_head = self._teacher(batch)
+        states = states_at(hidden, batch.student_index)
         divergence = fused_generalized_jsd(
-            states_at(hidden, batch.student_index),
-            states_at(hinted, batch.teacher_index),
+            states,
+            hinted,
             Head.of(self.student),
-            Head.of(teacher),
+            teacher_head,
             beta=config.jsd_beta,
             temperature=config.distill_temperature,
+            weights=None if config.correction == "none" else self._site_weights(batch, states.detach()),
         )
-        self._stats.add("divergence_mean", float(divergence.detach().sum()), len(divergence))
+        self._stats.add_divergences(divergence)
         return divergence.sum() / batch.totals.hint_tokens
 
+    def _site_weights(self, batch: MicroBatch, states: Tensor) -> Tensor:
+        """(K,) weights of the compared tokens; 1 where the policy that sampled is unknown.
+
+        Each site is a sequence of its own, whose failing call counts as one with a negative advantage.
+        """
+        with torch.no_grad():
+            logps, _ = Head.of(self.student).logprobs(
+                states, batch.site_targets, temperature=self.temperature
+            )
+        known, against = batch.site_logprobs.isfinite(), -torch.ones(1, device=states.device)
+        parts = [
+            torch.split(values, list(batch.site_lengths)) for values in (logps, batch.site_logprobs, known)
+        ]
+        weights = [
+            self._correction(ours[None], theirs[None], mask[None], against)[0]
+            for ours, theirs, mask in zip(*parts, strict=True)
+        ]
+        return torch.cat(weights).where(known, 1.0)
+
+    def _teacher(self, batch: MicroBatch) -> tuple[Tensor, Head]:
+        """(K, H') states of the hinted contexts at the compared tokens, and the head that reads them."""
+
+        def states(weights: Weights | None) -> tuple[Tensor, Head]:
+            hinted = states_at(self._hidden(batch.teacher, weights), batch.teacher_index)
+            return hinted, Head.of(self.student, weights)
+
+        if self.learner_config.teacher != "trust_region":
+            return states(self.side.teacher)
+        return trust_region(*states(self.side.teacher), *states(None), self.learner_config.teacher_rate)
+
     def _preference_loss(self, batch: MicroBatch, hidden: Tensor) -> Tensor:
-        config, reader = self.learner_config, self.side.reference
-        assert reader is not None, "pairs without a reference model"
+        config, weights = self.learner_config, self.side.reference
+        assert weights is not None, "pairs without a reference"
         responses = (batch.pair_targets, batch.pair_response, batch.pairs)
         states = states_at(hidden, batch.pair_student_index)
         chosen, rejected = response_logps(Head.of(self.student), states, *responses)
-        with reading(reader):
-            states = states_at(self._hidden(reader, batch.reference), batch.pair_reference_index)
-            reference = response_logps(Head.of(reader), states, *responses)
+        with reading(self.student):
+            states = states_at(self._hidden(batch.reference, weights), batch.pair_reference_index)
+            reference = response_logps(Head.of(self.student, weights), states, *responses)
         result = dpo(
             chosen,
             rejected,
@@ -222,12 +286,24 @@ class ThreeChannelTrainer(GRPOTrainer):
         return result.losses.sum() / batch.totals.pairs
 
     def _clip_grad_norm(self, model: Any) -> Any:
-        """The norm before clipping. Without a finite gradient or any channel the weights stay as they are."""
+        """The norm before clipping, of the gradient of all processes.
+
+        Without a finite gradient or any channel the weights stay as they are.
+        """
+        if self.accelerator.num_processes > 1:
+            self._add_up_gradients()
+            self._stats = StepStats.merged(gather_object([self._stats]))
         norm = super()._clip_grad_norm(model)  # type: ignore[no-untyped-call]
         self._stats.end(float(norm))
         if self._stats.nothing_to_learn:
             model.zero_grad(set_to_none=True)  # zero gradients would still move the weights by momentum
         return norm
+
+    def _add_up_gradients(self) -> None:
+        for parameter in self._parameters():
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            torch.distributed.all_reduce(parameter.grad)
 
 
 class _MovingAverage(TrainerCallback):
@@ -237,13 +313,12 @@ class _MovingAverage(TrainerCallback):
         self._trainer = trainer
 
     def on_optimizer_step(self, *_: Any, **__: Any) -> None:
-        trainer = self._trainer
-        teacher, config = trainer.side.teacher, trainer.learner_config
+        teacher, config = self._trainer.side.teacher, self._trainer.learner_config
         if teacher is None or config.teacher != "ema":
             return
         with torch.no_grad():
-            for mean, parameter in zip(teacher.parameters(), trainer.student.parameters(), strict=True):
-                mean.lerp_(parameter, config.ema_rate)
+            for name, mean in teacher.items():
+                mean.lerp_(self._trainer.student.get_parameter(name), config.teacher_rate)
 
 
 def _channels(batch: StepBatch) -> int:

@@ -7,12 +7,19 @@ ranges are half-open.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+
+from hintloop.replay.vector import Vector
 
 SCHEMA_VERSION = 1
 NOT_SAMPLED = -1
 """Policy version of a token that no policy sampled (prompt, tool output)."""
+
+
+PER_TOKEN = {"token_ids": "i", "loss_mask": "B", "logprobs": "f", "policy_versions": "i"}
+"""The fields of an episode that have one entry per token, and their machine types (int32, uint8, float32)."""
 
 
 class Outcome(StrEnum):
@@ -95,7 +102,11 @@ class PreferencePair:
 
 @dataclass(frozen=True, slots=True)
 class Episode:
-    """One finished episode; ``logprobs`` and ``policy_versions`` are 0.0 / NOT_SAMPLED off the loss mask."""
+    """One finished episode; ``logprobs`` and ``policy_versions`` are 0.0 / NOT_SAMPLED off the loss mask.
+
+    What has one entry per token (``PER_TOKEN``) may be given as any sequence and is held as a ``Vector``.
+    ``ValueError`` for lengths that differ, numbers out of range, and a reward that does not fit the outcome.
+    """
 
     episode_id: str
     group_id: str
@@ -107,10 +118,10 @@ class Episode:
     """Unix time, seconds."""
     model: str
     tokenizer_fingerprint: str
-    token_ids: tuple[int, ...]
-    loss_mask: tuple[int, ...]
-    logprobs: tuple[float, ...]
-    policy_versions: tuple[int, ...]
+    token_ids: Sequence[int]
+    loss_mask: Sequence[int]
+    logprobs: Sequence[float]
+    policy_versions: Sequence[int]
     turns: tuple[Turn, ...]
     outcome: Outcome
     reward: float | None
@@ -121,7 +132,11 @@ class Episode:
 
     def __post_init__(self) -> None:
         n = len(self.token_ids)
-        for name in ("loss_mask", "logprobs", "policy_versions"):
+        for name, code in PER_TOKEN.items():
+            try:
+                object.__setattr__(self, name, Vector(getattr(self, name), code))
+            except ValueError as error:
+                raise ValueError(f"{self.episode_id}: {name} has {error}") from None
             if len(getattr(self, name)) != n:
                 raise ValueError(
                     f"{self.episode_id}: {name} has {len(getattr(self, name))} entries for {n} tokens"

@@ -9,12 +9,23 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from dataclasses import fields
+from itertools import pairwise
 from typing import IO, Any
 
+import numpy as np
 import pyarrow as pa  # type: ignore[import-untyped]
 import pyarrow.parquet as pq  # type: ignore[import-untyped]
 
-from hintloop.replay.episode import SCHEMA_VERSION, Episode, HintSite, Outcome, PreferencePair, Turn
+from hintloop.replay.episode import (
+    PER_TOKEN,
+    SCHEMA_VERSION,
+    Episode,
+    HintSite,
+    Outcome,
+    PreferencePair,
+    Turn,
+)
+from hintloop.replay.vector import Vector
 
 _VERSION_KEY = b"schema_version"
 _DIGEST_KEY = b"sha256"
@@ -89,7 +100,6 @@ SCHEMA = pa.schema(
 """The columns, in the order of the fields of ``Episode``; the file metadata holds ``schema_version``."""
 
 _NAMES = {kind: tuple(f.name for f in fields(kind)) for kind in (Episode, Turn, HintSite, PreferencePair)}
-_TUPLES = ("token_ids", "loss_mask", "logprobs", "policy_versions")
 
 
 class DamagedSegment(Exception):
@@ -124,7 +134,12 @@ def to_table(episodes: Sequence[Episode]) -> pa.Table:
 def from_table(table: pa.Table) -> list[Episode]:
     """The inverse of ``to_table``. ``ValueError`` for another schema version."""
     check_version(table.schema, "table")
-    return [_episode(row) for row in table.select(SCHEMA.names).to_pylist()]
+    others = [name for name in SCHEMA.names if name not in PER_TOKEN]
+    vectors = {name: _vectors(table[name], code) for name, code in PER_TOKEN.items()}
+    return [
+        _episode({**row, **{name: found[number] for name, found in vectors.items()}})
+        for number, row in enumerate(table.select(others).to_pylist())
+    ]
 
 
 def check_version(schema: pa.Schema, name: str) -> None:
@@ -194,19 +209,29 @@ def _plain(item: Episode | Turn | HintSite | PreferencePair) -> dict[str, Any]:
 def _cell(value: Any) -> Any:
     if isinstance(value, dict):
         return list(value.items())
+    if isinstance(value, Vector):
+        return np.asarray(value)
     if isinstance(value, tuple) and value and type(value[0]) in _NAMES:
         return [_plain(item) for item in value]
     return value
 
 
 def _episode(row: dict[str, Any]) -> Episode:
-    row.update({name: tuple(row[name]) for name in _TUPLES})
     row["turns"] = tuple(Turn(**turn) for turn in row["turns"])
     row["hint_sites"] = tuple(HintSite(**_lists_to_tuples(site)) for site in row["hint_sites"])
     row["pairs"] = tuple(PreferencePair(**_lists_to_tuples(pair)) for pair in row["pairs"])
     row["reward_parts"] = dict(row["reward_parts"])
     row["outcome"] = Outcome(row["outcome"])
     return Episode(**row)
+
+
+def _vectors(column: pa.ChunkedArray, code: str) -> list[Vector[Any]]:
+    """The lists of a column, as views of its memory."""
+    found = []
+    for chunk in column.chunks:
+        values, ends = chunk.values.to_numpy(), chunk.offsets.to_numpy()
+        found += [Vector(values[start:end], code) for start, end in pairwise(ends)]
+    return found
 
 
 def _lists_to_tuples(row: dict[str, Any]) -> dict[str, Any]:

@@ -30,8 +30,6 @@ class RolloutConfig(_Settings):
     """Tokens of one assistant turn at most."""
     max_tokens: int = Field(default=512, ge=2)
     """Tokens of one episode at most, prompt and tool results included."""
-    hint_site: Literal["failing", "recovery"] = "failing"
-    """Which turn a hint is put before: the one that failed, or the one after it."""
     hint_role: Literal["system", "user"] = "system"
     """Role of the hint message; the model's chat template must take it in mid-conversation."""
     tries_per_episode: int = Field(default=3, ge=1)

@@ -246,7 +246,6 @@ class _Run:
             model=self.model,
             env=self.env,
             max_tokens=self.config.max_tokens,
-            site=self.config.hint_site,
             hint_role=self.config.hint_role,
         )
 

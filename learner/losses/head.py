@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,13 +27,20 @@ class Head:
     softcap: float | None = None
 
     @staticmethod
-    def of(model: Any) -> Head:
-        """The head of a Hugging Face causal language model, with its family's logit scale and soft cap."""
+    def of(model: Any, weights: Mapping[str, Tensor] | None = None) -> Head:
+        """The head of a Hugging Face causal language model, with its family's logit scale and soft cap.
+
+        ``weights`` take the place of the parameters of these names.
+        """
         config = model.config.get_text_config()
         layer = model.get_output_embeddings()
-        return Head(
-            layer.weight, layer.bias, _scale(config), getattr(config, "final_logit_softcapping", None)
+        names = {id(p): name for name, p in model.named_parameters()} if weights else {}
+        weight, bias = (
+            None if p is None else (weights or {}).get(names.get(id(p), ""), p)
+            for p in (layer.weight, layer.bias)
         )
+        assert weight is not None, "a head has a weight"
+        return Head(weight, bias, _scale(config), getattr(config, "final_logit_softcapping", None))
 
     def logits(self, hidden: Tensor) -> Tensor:
         """``(N, H)`` hidden states to ``(N, V)`` logits."""

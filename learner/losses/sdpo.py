@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from hintloop.learner.losses.divergence import generalized_jsd, require_settings
+from hintloop.learner.losses.head import Head
 from hintloop.learner.losses.reduction import ReductionName, TokenReduction, full_precision, require_logits
 from hintloop.learner.losses.topk import TopK
 
@@ -141,6 +142,25 @@ def trust_region_logits(reference_logits: Tensor, student_logits: Tensor, u: flo
     if not 0.0 <= u <= 1.0:
         raise ValueError(f"u must be in [0, 1], not {u}")
     return torch.lerp(full_precision(reference_logits.detach()), full_precision(student_logits.detach()), u)
+
+
+def trust_region(
+    reference: Tensor, reference_head: Head, student: Tensor, student_head: Head, u: float
+) -> tuple[Tensor, Head]:
+    """``trust_region_logits`` as states ``(K, H + H')`` and the head that gives these logits of them.
+
+    From states ``(K, H)`` of the reference and ``(K, H')`` of the student, each with its head, so that the logits
+    need not exist. ``ValueError`` for heads with a soft cap, of which no sum is a head, and u outside [0, 1].
+    """
+    if reference_head.softcap is not None or student_head.softcap is not None:
+        raise ValueError("a trust-region teacher needs heads without a soft cap on their logits")
+    if not 0.0 <= u <= 1.0:
+        raise ValueError(f"u must be in [0, 1], not {u}")
+    parts = ((reference_head, 1.0 - u), (student_head, u))
+    weight = torch.cat([head.weight.detach() * (head.scale * share) for head, share in parts], dim=1)
+    biases = [head.bias.detach() * (head.scale * share) for head, share in parts if head.bias is not None]
+    bias = torch.stack(biases).sum(0) if biases else None
+    return torch.cat([reference, student], dim=-1).detach(), Head(weight, bias)
 
 
 def _require_same(one: Tensor, other: Tensor) -> None:

@@ -35,8 +35,9 @@ def on_support(log_student: Tensor, log_teacher: Tensor, top_k: TopK) -> tuple[T
 
     ``(..., V)`` log-probabilities become ``(..., k + 1)`` with a tail and ``(..., k)`` without. With a tail, a
     divergence of the results is a lower bound of the one over the vocabulary and grows with nested supports
-    (merging bins cannot increase it); without, it says nothing about the vocabulary. Which entries are chosen
-    carries no gradient. Source: Huebotter et al., arXiv:2601.20802. ``ValueError`` for k above V.
+    (merging bins cannot increase it), as long as the missing mass is above 1e-7; without, it says nothing about
+    the vocabulary. Which entries are chosen carries no gradient. Source: Huebotter et al., arXiv:2601.20802.
+    ``ValueError`` for k above V.
     """
     vocabulary = log_student.shape[-1]
     if top_k.k > vocabulary:

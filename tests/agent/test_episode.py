@@ -142,17 +142,6 @@ def test_an_error_of_the_agent_becomes_a_hint_site_at_the_turn_that_failed(chat:
     assert dict(played.notes.errors) == {"file_not_found": 1}
 
 
-def test_a_recovery_site_is_at_the_turn_after_the_error(chat: ChatFormat) -> None:
-    texts = [call("read_file", path="a.py"), call("submit")]
-    played = play(chat, ListedEnvironment([MISSING, SOLVED]), texts, site="recovery")
-    (site,) = played.episode.hint_sites
-    assert played.episode.turns[site.turn].tool_name == "submit"
-    last = MISSING.model_copy(update={"done": True, "reward": 0.0})
-    alone = play(chat, ListedEnvironment([last]), texts, site="recovery")
-    assert not alone.episode.hint_sites
-    assert alone.notes.dropped_sites == {"no turn after the error": 1}
-
-
 def test_a_hint_that_cannot_be_rendered_is_counted(chat: ChatFormat) -> None:
     texts = [call("run_tests"), call("read_file", path="a.py"), call("submit")]
     played = play(

@@ -98,7 +98,7 @@ def test_an_unknown_key_is_refused_with_the_nearest_one(key: str, nearest: str) 
         ("steps=3", "section.key=value"),
         ("rollout.group_size=0", "rollout.group_size: Input should be greater than or equal to 1"),
         ("rollout.group_size=many", "rollout.group_size: Input should be a valid integer"),
-        ("rollout.hint_site=late", "rollout.hint_site: Input should be 'failing' or 'recovery'"),
+        ("rollout.hint_role=late", "rollout.hint_role: Input should be 'system' or 'user'"),
         ("run.name=a/b", "run.name: String should match"),
         ("learner.publish_every=3", "rollout.max_staleness must be at least learner.publish_every - 1"),
         ("teachers.scripted={}", "teachers.scripted: Input should be a valid boolean"),

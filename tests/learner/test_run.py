@@ -84,7 +84,9 @@ def test_a_recorded_journal_is_trained_once_and_the_last_version_is_final(
     assert {"loss_grpo", "loss_sdpo", "loss_dpo", "grad_norm", "grad_norm_dpo", "reward_mean"} <= metrics[
         0
     ].keys()
-    assert {"seconds_waiting", "seconds_training", "seconds_publishing", "clip_fraction"} <= metrics[0].keys()
+    assert {"seconds_waiting", "seconds_training", "seconds_publishing", "clip_fraction_low"} <= metrics[
+        0
+    ].keys()
     status = json.loads((tmp_path / "run" / "status" / "learner.json").read_text())
     assert (status["state"], status["step"], status["version"]) == ("ended: journal_end", 3, 3)
     assert learn(tmp_path, "run") == replace(summary, seconds=pytest.approx(0, abs=60))

@@ -1,0 +1,117 @@
+"""Million tokens per second from episodes in memory to the tensors of one optimizer step, on one core.
+
+python benchmarks/collate.py --groups 32 --size 8 --tokens 2000
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+
+import numpy as np
+
+from hintloop.learner.batch import BatchRules, build_step
+from hintloop.replay.episode import Episode, HintSite, Outcome, PreferencePair, Turn
+
+VOCABULARY = 32_000
+TURN, TOOL = 60, 140
+"""Tokens of an assistant turn, and of a tool's answer with the generation prompt behind it."""
+
+
+def episode(
+    name: str,
+    group: str,
+    random: np.random.Generator,
+    tokens: int,
+    extras: tuple[int, int],
+    *,
+    vocabulary: int = VOCABULARY,
+) -> Episode:
+    """Random tokens in turns of a fixed size; the first turns are hint sites and have pairs."""
+    ids = tuple(random.integers(2, vocabulary, tokens).tolist())
+    starts = range(TOOL, tokens - TURN, TURN + TOOL)
+    mask = np.zeros(tokens, dtype=np.int64)
+    for start in starts:
+        mask[start : start + TURN] = 1
+    sites = tuple(
+        HintSite(n, "type_error", "a hint", start - 3, start, start + TURN, ids[:30])
+        for n, start in zip(range(extras[0]), starts, strict=False)
+    )
+    pairs = tuple(
+        PreferencePair(n, start, ids[:TURN], ids[start : start + TURN], "", "", 1, 1, True, ("t",))
+        for n, start in zip(range(extras[1]), starts, strict=False)
+    )
+    return Episode(
+        episode_id=name,
+        group_id=group,
+        task_id="toy/1",
+        env="toy",
+        source="rollout",
+        created_at=0.0,
+        model="toy",
+        tokenizer_fingerprint="none",
+        token_ids=ids,
+        loss_mask=tuple(mask.tolist()),
+        logprobs=tuple(np.where(mask, -random.random(tokens), 0.0).tolist()),
+        policy_versions=tuple((mask - 1).tolist()),
+        turns=tuple(Turn("assistant", start, start + TURN, "") for start in starts),
+        outcome=Outcome.SOLVED,
+        reward=float(random.random()),
+        hint_sites=sites,
+        pairs=pairs,
+    )
+
+
+def main() -> None:
+    """Print the median and the spread over the repeats."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--groups", type=int, default=32)
+    parser.add_argument("--size", type=int, default=8, help="episodes of a group")
+    parser.add_argument("--tokens", type=int, default=2000, help="tokens of an episode")
+    parser.add_argument("--sites", type=int, default=1, help="hint sites of an episode")
+    parser.add_argument("--pairs", type=int, default=1, help="preference pairs of an episode")
+    parser.add_argument("--micro-batches", type=int, default=32)
+    parser.add_argument("--max-tokens", type=int, default=None, help="cap of a context")
+    parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--json", action="store_true")
+    args = parser.parse_args()
+    random = np.random.default_rng(0)
+    groups = [
+        [
+            episode(f"e{g}-{n}", f"g{g}", random, args.tokens, (args.sites, args.pairs))
+            for n in range(args.size)
+        ]
+        for g in range(args.groups)
+    ]
+    rules = BatchRules(
+        VOCABULARY,
+        args.micro_batches,
+        max_sites=args.groups * args.size * args.sites,
+        max_pairs=args.groups * args.size * args.pairs,
+        max_tokens=args.max_tokens,
+    )
+    tokens, rates = args.groups * args.size * args.tokens, []
+    for _ in range(args.repeats + 1):
+        started = time.perf_counter()
+        build_step(groups, rules, version=0, seed=(0,))
+        rates.append(tokens / (time.perf_counter() - started) / 1e6)
+    rates = sorted(rates[1:])  # the first one warms up
+    result = {
+        "million_tokens_per_second": round(statistics.median(rates), 2),
+        "slowest": round(rates[0], 2),
+        "fastest": round(rates[-1], 2),
+        "tokens": tokens,
+        "repeats": args.repeats,
+    }
+    if args.json:
+        print(json.dumps(result))
+    else:
+        print("\n".join(f"{name:26} {value}" for name, value in result.items()))
+
+
+if __name__ == "__main__":
+    main()
