@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import importlib.util
 import os
@@ -20,7 +21,15 @@ _WALL = ("user", "pid", "mount", "net")
 
 def examine() -> list[dict[str, Any]]:
     """One row per check; ``verdict`` is ``ok``, ``weak`` (works, less well) or ``missing``."""
-    return [_python(), *(_package(name) for name in _STACK), _cores(), _disk(), _student(), _sandbox()]
+    return [
+        _python(),
+        *(_package(name) for name in _STACK),
+        _cores(),
+        _disk(),
+        _student(),
+        _sandbox(),
+        _docker(),
+    ]
 
 
 def _row(check: str, found: str, verdict: str) -> dict[str, Any]:
@@ -64,3 +73,24 @@ def _sandbox() -> dict[str, Any]:
         found = provider.isolation
     lacking = [name for name in _WALL if name not in found.split("+")]
     return _row("sandbox isolation", found, "weak" if lacking else "ok")
+
+
+def _docker() -> dict[str, Any]:
+    """Docker is one way to have sandboxes, so a machine without it lacks nothing that the loop needs."""
+    from hintloop.envs.sandbox.base import SandboxDead
+
+    if importlib.util.find_spec("docker") is None:
+        return _row("docker sandboxes", "no client; pip install 'hintloop[docker]'", "weak")
+    from hintloop.envs.sandbox.docker import IMAGE
+    from hintloop.envs.sandbox.docker_engine import Engine
+
+    try:
+        engine = Engine()
+        with contextlib.closing(engine):
+            runtimes = ", ".join(engine.runtimes())
+            if not engine.has_image(IMAGE):
+                return _row("docker sandboxes", f"runtimes {runtimes}; no image {IMAGE}", "weak")
+    except SandboxDead as error:
+        installed = "not running" if shutil.which("dockerd") or shutil.which("docker") else "not installed"
+        return _row("docker sandboxes", f"{installed}: {error}"[:200], "weak")
+    return _row("docker sandboxes", f"runtimes {runtimes}; image {IMAGE}", "ok")

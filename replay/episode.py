@@ -8,8 +8,9 @@ ranges are half-open.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from enum import StrEnum
+from typing import Any
 
 from hintloop.replay.vector import Vector
 
@@ -145,3 +146,7 @@ class Episode:
             raise ValueError(
                 f"{self.episode_id}: reward must be None exactly when the outcome is infra_error"
             )
+
+    def plain(self) -> dict[str, Any]:
+        """The same as dicts, lists and numbers, ready for JSON."""
+        return {**asdict(self), **{name: list(getattr(self, name)) for name in PER_TOKEN}}

@@ -204,7 +204,7 @@ class Evaluation:
         folder = self.run_dir / "examples"
         folder.mkdir(parents=True, exist_ok=True)
         for number, episode in enumerate(episodes[: self.examples]):
-            write_json(folder / f"{name}-{number}.json", dataclasses.asdict(episode))
+            write_json(folder / f"{name}-{number}.json", episode.plain())
 
 
 def _key(row: dict[str, Any]) -> tuple[Any, ...]:

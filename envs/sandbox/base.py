@@ -80,6 +80,14 @@ class Sandbox(Protocol):
         """All regular files, sorted, at most 1,000."""
         ...
 
+    def fork(self) -> Sandbox:
+        """A second sandbox of the same provider, with a copy of the working directory as it is now.
+
+        Files, folders and links are copied with their modes and times; no process is alive that could be. What
+        lies in the temp folder stays behind. Both go on apart. Raises ``SandboxDead``.
+        """
+        ...
+
     def close(self) -> None:
         """Kill every process and remove every file of the sandbox. Never raises; safe to call twice."""
         ...

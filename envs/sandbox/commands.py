@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import time
 from typing import Any
 
 from hintloop.envs.sandbox import limits
-from hintloop.envs.sandbox.processes import Capture, Tree, supervise
+from hintloop.envs.sandbox.processes import Capture, Tree, oom_kills, supervise
+from hintloop.envs.sandbox.wire import Channel
 
 
 def run_command(
@@ -18,11 +18,11 @@ def run_command(
     environment: dict[str, str],
     *,
     tree: Tree,
-    server: socket.socket,
+    server: Channel,
     timeout: float,
 ) -> tuple[dict[str, Any], bytes]:
     """Run a shell command; the header says how it ended, the body is its output."""
-    started = time.monotonic()
+    started, kills = time.monotonic(), oom_kills()
     read_end, write_end = os.pipe2(os.O_CLOEXEC)
     stdin_fd = _input(stdin)
     actions = [(os.POSIX_SPAWN_DUP2, stdin_fd, 0), (os.POSIX_SPAWN_DUP2, write_end, 1)]
@@ -51,7 +51,7 @@ def run_command(
         os.close(read_end)
     output, left_out = capture.result()
     code = os.waitstatus_to_exitcode(status)
-    if end == "exit" and code != 0 and _out_of_memory(code, peak, output):
+    if end == "exit" and code != 0 and (oom_kills() > kills or _out_of_memory(code, peak, output)):
         end = "memory"
     header = {"end": end, "code": code if code >= 0 else 128 - code, "left_out": left_out}
     return header | {"seconds": time.monotonic() - started}, output

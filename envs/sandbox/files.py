@@ -2,7 +2,8 @@
 
 It runs inside the sandbox's own mounts, with the agent's rights, and only while no process of the agent is
 alive. The kernel resolves every path beneath the working directory (``openat2``), so a planted link leads
-nowhere else.
+nowhere else; where there is no such call (gVisor, old Docker) it is given the resolved path, which nobody can
+change meanwhile.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from hintloop.envs.sandbox import limits
 
 _SYS_OPENAT2 = 437
 _RESOLVE_NO_MAGICLINKS, _RESOLVE_BENEATH = 0x02, 0x08
-_MAX_DEPTH = 64
+MAX_DEPTH = 64
 """Folders nested deeper are not listed."""
 _How = ctypes.c_uint64 * 3
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -70,7 +71,7 @@ def list_files(root: str) -> list[str]:
             path = os.path.join(folder, entry.name)
             if entry.is_file(follow_symlinks=False):
                 found.append(os.fsencode(path).decode("utf-8", "replace"))
-            elif entry.is_dir(follow_symlinks=False) and path.count("/") < _MAX_DEPTH:
+            elif entry.is_dir(follow_symlinks=False) and path.count("/") < MAX_DEPTH:
                 folders.append(path)
     return sorted(found)[: limits.LISTED_FILES]
 
@@ -101,6 +102,18 @@ def _open_beneath(root: str, path: str, flags: int, mode: int = 0) -> int:
         os.close(folder)
     if fd >= 0:
         return int(fd)
+    if number in (errno.ENOSYS, errno.EPERM):
+        return _open_by_name(root, path, flags | os.O_CLOEXEC, mode)
     if number == errno.EXDEV:
         raise PermissionError(f"outside of the working directory: {path[:200]!r}")
     raise OSError(number, os.strerror(number), path[:200])
+
+
+def _open_by_name(root: str, path: str, flags: int, mode: int) -> int:
+    real_root = os.path.realpath(root)
+    real = os.path.realpath(os.path.join(real_root, path))
+    if real != real_root and not real.startswith(real_root + "/"):
+        raise PermissionError(f"outside of the working directory: {path[:200]!r}")
+    if path.endswith("/") or os.path.basename(path) in ("", "."):
+        real += "/."  # as the kernel has it: only a folder can be meant
+    return os.open(real, flags | (0 if flags & os.O_DIRECTORY else os.O_NOFOLLOW), mode)

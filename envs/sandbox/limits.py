@@ -8,6 +8,8 @@ MEMORY = 512 * MiB
 """Address space of one process."""
 TREE_MEMORY = 2 * MEMORY
 """Private memory of all processes of a sandbox together; beyond it they are killed."""
+RUNNER_MEMORY = 128 * MiB
+"""What a container may use beyond its processes' memory and files: runner, kernel's own."""
 DISK = 64 * MiB
 """Size of the working directory, and of the temp folder, and of one file."""
 INODES = 8192

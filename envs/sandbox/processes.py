@@ -7,19 +7,22 @@ nothing else. Without one it adopts orphans and kills its descendants as ``/proc
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import select
 import signal
-import socket
 import time
 
 from hintloop.envs.sandbox import limits
+from hintloop.envs.sandbox.wire import Channel
 
 MARKER = "\n[... {} bytes left out ...]\n"
 _KILL = 5.0
 """Seconds to try to kill all descendants; one call is enough with a pid namespace."""
 _DRAIN = 2.0
 """Seconds to wait for the end of a pipe whose writers have all been killed."""
+_LOOK = 0.003
+"""Seconds between two looks at a process whose end the kernel does not announce."""
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 
 
@@ -101,6 +104,15 @@ def _reap_ready() -> None:
         return
 
 
+def oom_kills() -> int:
+    """How many processes of this control group the kernel has killed for want of memory; 0 where it does not tell."""
+    for path in ("/sys/fs/cgroup/memory.events", "/sys/fs/cgroup/memory/memory.oom_control"):
+        for line in _read(path).splitlines():
+            if line.startswith("oom_kill "):
+                return int(line.split()[1])
+    return 0
+
+
 class ServerGone(Exception):
     """The server closed its end while something was running."""
 
@@ -109,7 +121,7 @@ def supervise(
     pid: int,
     *,
     tree: Tree,
-    server: socket.socket,
+    server: Channel,
     timeout: float,
     output: int = -1,
     capture: Capture | None = None,
@@ -119,11 +131,12 @@ def supervise(
     Returns why it ended (``exit``, ``timeout``, ``memory``, ``processes`` or ``flood``), the wait status of
     ``pid`` and its peak memory in bytes. Raises ``ServerGone``.
     """
-    ended = os.pidfd_open(pid)
+    ended = _open_process(pid)
     try:
-        reason = _wait(ended, tree, server, time.monotonic() + timeout, output, capture)
+        reason = _wait(pid, ended, tree, server, time.monotonic() + timeout, output, capture)
     finally:
-        os.close(ended)
+        if ended is not None:
+            os.close(ended)
     status, peak = int(signal.SIGKILL), 0
     if reason == "exit":
         _, status, used = os.wait4(pid, 0)
@@ -136,14 +149,36 @@ def supervise(
     return reason, status, peak
 
 
+def _open_process(pid: int) -> int | None:
+    """A descriptor that is readable when the process has ended; None where there is no such call (gVisor)."""
+    try:
+        return os.pidfd_open(pid)
+    except OSError as error:
+        if error.errno not in (errno.ENOSYS, errno.EPERM):
+            raise
+        return None
+
+
+def _has_ended(pid: int) -> bool:
+    return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+
+
 def _wait(
-    ended: int, tree: Tree, server: socket.socket, deadline: float, output: int, capture: Capture | None
+    pid: int,
+    ended: int | None,
+    tree: Tree,
+    server: Channel,
+    deadline: float,
+    output: int,
+    capture: Capture | None,
 ) -> str:
     poll = select.poll()
-    for fd in (ended, server.fileno()):
-        poll.register(fd, select.POLLIN)
+    poll.register(server.fileno(), select.POLLIN)
+    if ended is not None:
+        poll.register(ended, select.POLLIN)
     if capture is not None:
         poll.register(output, select.POLLIN)
+    longest = limits.WATCH_INTERVAL if ended is not None else _LOOK
     watch_at = time.monotonic() + limits.WATCH_INTERVAL
     while True:
         now = time.monotonic()
@@ -153,7 +188,8 @@ def _wait(
             if excess := tree.excess():
                 return excess
             watch_at = now + limits.WATCH_INTERVAL
-        ready = {fd for fd, _ in poll.poll(max(0.0, min(deadline, watch_at) - now) * 1000 + 1)}
+        pause = min(longest, max(0.0, min(deadline, watch_at) - now))
+        ready = {fd for fd, _ in poll.poll(pause * 1000 + 1)}
         if server.fileno() in ready:
             raise ServerGone
         if capture is not None and output in ready:
@@ -163,7 +199,7 @@ def _wait(
                 poll.unregister(output)
             elif capture.flooded:
                 return "flood"
-        if ended in ready:
+        if ended in ready or (ended is None and _has_ended(pid)):
             return "exit"
 
 

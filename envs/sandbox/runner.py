@@ -9,11 +9,10 @@ from __future__ import annotations
 import json
 import os
 import resource
-import socket
 import sys
 from typing import Any
 
-from hintloop.envs.sandbox import calls, files, limits, wire
+from hintloop.envs.sandbox import calls, copying, files, limits, wire
 from hintloop.envs.sandbox.commands import run_command
 from hintloop.envs.sandbox.processes import ServerGone, Tree
 
@@ -50,7 +49,7 @@ def limit_resources(*, num_processes: bool) -> None:
         resource.setrlimit(kind, (value, value))
 
 
-def serve(sock: socket.socket, root: str, tree: Tree) -> None:
+def serve(sock: wire.Channel, root: str, tree: Tree) -> None:
     """Answer requests until the server closes its end; then kill what is left."""
     try:
         while True:
@@ -60,7 +59,7 @@ def serve(sock: socket.socket, root: str, tree: Tree) -> None:
         tree.kill()
 
 
-def _answer(header: dict[str, Any], body: bytes, sock: socket.socket, root: str, tree: Tree) -> wire.Message:
+def _answer(header: dict[str, Any], body: bytes, sock: wire.Channel, root: str, tree: Tree) -> wire.Message:
     try:
         return _handle(header, body, sock, root, tree)
     except FileNotFoundError as error:
@@ -69,7 +68,7 @@ def _answer(header: dict[str, Any], body: bytes, sock: socket.socket, root: str,
         return {"refused": f"{type(error).__name__}: {error}"[: limits.ERROR_CHARS]}, b""
 
 
-def _handle(header: dict[str, Any], body: bytes, sock: socket.socket, root: str, tree: Tree) -> wire.Message:
+def _handle(header: dict[str, Any], body: bytes, sock: wire.Channel, root: str, tree: Tree) -> wire.Message:
     op = header["op"]
     if op == "call":
         path, function, timeout = header["path"], header["function"], header["timeout"]
@@ -85,6 +84,12 @@ def _handle(header: dict[str, Any], body: bytes, sock: socket.socket, root: str,
         return {}, b""
     if op == "list":
         return {"files": files.list_files(root)}, b""
+    if op == "pack":
+        part, follows = copying.pack(root, header["position"])
+        return {"next": follows}, part
+    if op == "unpack":
+        copying.unpack(root, body)
+        return {}, b""
     if op == "fill":
         for path, text in json.loads(body).items():
             files.write(root, path, text.encode("utf-8", "surrogatepass"))

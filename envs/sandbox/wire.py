@@ -6,10 +6,9 @@ Used on both sides of the sandbox wall, so it imports little and trusts no lengt
 from __future__ import annotations
 
 import json
-import socket
 import struct
 import time
-from typing import Any
+from typing import Any, Protocol
 
 MAX_HEADER = 256 * 1024
 """Bytes; a listing of 1,000 files is the largest header."""
@@ -19,6 +18,23 @@ _LENGTHS = struct.Struct(">II")
 Message = tuple[dict[str, Any], bytes]
 
 
+class Channel(Protocol):
+    """What messages travel on: a connected socket, or what has the same few methods."""
+
+    def fileno(self) -> int:
+        """What to poll for a message."""
+        ...
+
+    def recv(self, size: int, /) -> bytes:
+        """At least one byte; none at the end."""
+        ...
+
+    def sendall(self, data: bytes, /) -> None: ...
+    def gettimeout(self) -> float | None: ...
+    def settimeout(self, seconds: float | None, /) -> None: ...
+    def close(self) -> None: ...
+
+
 def pack(header: dict[str, Any], body: bytes = b"") -> bytes:
     """One message as bytes. ``ValueError`` when it is too large to be received."""
     text = json.dumps(header).encode()
@@ -26,13 +42,13 @@ def pack(header: dict[str, Any], body: bytes = b"") -> bytes:
     return _LENGTHS.pack(len(text), len(body)) + text + body
 
 
-def send(sock: socket.socket, message: bytes, *, deadline: float | None = None) -> None:
+def send(sock: Channel, message: bytes, *, deadline: float | None = None) -> None:
     """Send a packed message before ``deadline`` (``time.monotonic``; None: no limit). ``OSError``."""
     _set_timeout(sock, deadline)
     sock.sendall(message)
 
 
-def receive(sock: socket.socket, *, deadline: float | None = None) -> Message:
+def receive(sock: Channel, *, deadline: float | None = None) -> Message:
     """The next message; the peer must not send a second one before it has an answer.
 
     ``EOFError`` when the peer closed, ``OSError`` on failure or past the deadline, ``ValueError`` for bytes
@@ -64,7 +80,7 @@ def _check(num_header: int, num_body: int) -> None:
         raise ValueError(f"a message of {num_header} + {num_body} bytes is too large")
 
 
-def _set_timeout(sock: socket.socket, deadline: float | None) -> None:
+def _set_timeout(sock: Channel, deadline: float | None) -> None:
     if deadline is None:
         if sock.gettimeout() is not None:
             sock.settimeout(None)

@@ -23,18 +23,6 @@ from hintloop.envs.sandbox.processes import Tree
 _REAP_INTERVAL_MS = 100
 _GRACE = 5.0
 """Seconds that runners get to end by themselves when the server is gone."""
-_COMMON_IMPORTS = (
-    "bisect",
-    "collections",
-    "functools",
-    "heapq",
-    "itertools",
-    "operator",
-    "re",
-    "string",
-    "typing",
-)
-"""Imported before any fork, so that a candidate's own imports of them cost nothing."""
 
 
 class Zygote:
@@ -200,9 +188,8 @@ def _enter_own_namespaces(control: socket.socket, wanted: Sequence[str]) -> bool
 
 def main(control: socket.socket, temp: str, wanted: Sequence[str]) -> None:
     """Be a zygote until ``control`` is closed; ``temp`` is where folders go that cannot be private mounts."""
-    for name in _COMMON_IMPORTS:
-        importlib.import_module(name)
     calls.warm_up()
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # a handler would let an agent interrupt process 1
     os.umask(0o022)
     control.set_inheritable(False)
     with control:

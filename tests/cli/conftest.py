@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -141,6 +140,6 @@ def keep_example(run: RunFolder) -> Callable[..., None]:
         episode = make_episode(f"{name}-{number:04d}", name, solved=solved, version=version)
         path = run.path / "examples" / f"{name}-{number}.json"
         path.parent.mkdir(exist_ok=True)
-        path.write_text(json.dumps(asdict(episode)))
+        path.write_text(json.dumps(episode.plain()))
 
     return keep

@@ -20,8 +20,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hintloop.envs.sandbox.base import SandboxDead, Status
+from hintloop.envs.sandbox.client import RunnerSandbox
 from hintloop.envs.sandbox.limits import PROCESSES, READ
-from hintloop.envs.sandbox.local import LocalProvider, LocalSandbox
+from hintloop.envs.sandbox.local import LocalProvider
 from hintloop.envs.sandbox.processes import Capture
 
 SOURCE = "def square(x):\n    return x * x\n"
@@ -37,13 +38,13 @@ def provider() -> Iterator[LocalProvider]:
 
 
 @pytest.fixture
-def box(provider: LocalProvider) -> Iterator[LocalSandbox]:
+def box(provider: LocalProvider) -> Iterator[RunnerSandbox]:
     sandbox = provider.start({"solution.py": SOURCE})
     yield sandbox
     sandbox.close()
 
 
-def run(box: LocalSandbox, command: str) -> str:
+def run(box: RunnerSandbox, command: str) -> str:
     return box.exec(command, timeout=10).output
 
 
@@ -78,13 +79,13 @@ def soon(condition: Callable[[], bool], seconds: float = 5.0) -> bool:
 # What a command can see and do
 
 
-def test_sees_only_its_own_processes(box: LocalSandbox) -> None:
+def test_sees_only_its_own_processes(box: RunnerSandbox) -> None:
     pids = {int(name) for name in run(box, "ls /proc").split() if name.isdigit()}
     assert 1 in pids
     assert max(pids) < 20
 
 
-def test_has_no_network_but_an_idle_loopback(box: LocalSandbox) -> None:
+def test_has_no_network_but_an_idle_loopback(box: RunnerSandbox) -> None:
     devices = [line.split(":")[0].strip() for line in run(box, "cat /proc/net/dev").splitlines()[2:]]
     assert devices == ["lo"]
     with socket.create_server(("127.0.0.1", 0)) as server:
@@ -96,19 +97,19 @@ def test_has_no_network_but_an_idle_loopback(box: LocalSandbox) -> None:
 @pytest.mark.parametrize(
     "path", ["/x", "/usr/x", "/etc/passwd", "/dev/x", "/var/x", "/proc/sys/kernel/hostname"]
 )
-def test_cannot_write_outside_of_its_folder(box: LocalSandbox, path: str) -> None:
+def test_cannot_write_outside_of_its_folder(box: RunnerSandbox, path: str) -> None:
     result = box.exec(f"echo x >> {path}", timeout=10)
     assert result.status is Status.NONZERO
 
 
-def test_does_not_see_the_host_files(box: LocalSandbox) -> None:
+def test_does_not_see_the_host_files(box: RunnerSandbox) -> None:
     project = Path(__file__).resolve().parents[2]
     probe = f"ls {project} {Path.home()}/.ssh /home /root/.bashrc /var/log /etc/shadow /sys 2>/dev/null"
     assert run(box, probe).strip() == ""
     assert str(project) not in run(box, "cat /proc/1/cmdline /proc/self/mountinfo")
 
 
-def test_temp_folder_is_private(provider: LocalProvider, box: LocalSandbox) -> None:
+def test_temp_folder_is_private(provider: LocalProvider, box: RunnerSandbox) -> None:
     assert box.exec("echo x > /tmp/planted && echo x > /dev/shm/also", timeout=10).status is Status.OK
     other = provider.start({})
     assert run(other, "ls -A /tmp /var/tmp").split() == ["/tmp:", "/var/tmp:"]
@@ -116,7 +117,7 @@ def test_temp_folder_is_private(provider: LocalProvider, box: LocalSandbox) -> N
     assert not Path("/tmp/planted").exists()
 
 
-def test_has_no_privilege_and_can_gain_none(box: LocalSandbox) -> None:
+def test_has_no_privilege_and_can_gain_none(box: RunnerSandbox) -> None:
     status = run(box, "cat /proc/self/status")
     fields = dict(line.split(":\t", 1) for line in status.splitlines() if ":\t" in line)
     assert {fields[name] for name in ("CapInh", "CapPrm", "CapEff", "CapAmb")} == {"0" * 16}
@@ -139,14 +140,14 @@ def test_environment_is_fixed_and_holds_no_secret(monkeypatch: pytest.MonkeyPatc
     assert environment["HOME"] == environment["PWD"]
 
 
-def test_runner_cannot_be_looked_into_or_killed(box: LocalSandbox) -> None:
+def test_runner_cannot_be_looked_into_or_killed(box: RunnerSandbox) -> None:
     assert "denied" in run(box, "ls /proc/1/fd; cat /proc/1/environ")
     run(box, "kill -9 1; kill -9 -1")
     assert box.read("solution.py") == SOURCE.encode()
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root has a second group for the runner")
-def test_limits_of_the_runner_cannot_be_changed(box: LocalSandbox) -> None:
+def test_limits_of_the_runner_cannot_be_changed(box: RunnerSandbox) -> None:
     attack = "import resource as r\nfor n in range(16):\n    try: r.prlimit(1, n, (0, 0))\n"
     attack += "    except OSError: pass\n"
     box.write("m.py", (attack + "def f(x):\n    return 1\n").encode())
@@ -156,7 +157,7 @@ def test_limits_of_the_runner_cannot_be_changed(box: LocalSandbox) -> None:
     box.write("a", b"x")
 
 
-def test_no_open_file_of_the_runner_leaks(box: LocalSandbox) -> None:
+def test_no_open_file_of_the_runner_leaks(box: RunnerSandbox) -> None:
     kinds = [
         line.split(" -> ")[-1].split(":")[0] for line in run(box, "ls -l /proc/self/fd").splitlines()[1:]
     ]
@@ -172,19 +173,19 @@ def test_no_open_file_of_the_runner_leaks(box: LocalSandbox) -> None:
 # Running commands
 
 
-def test_result_of_a_command(box: LocalSandbox) -> None:
+def test_result_of_a_command(box: RunnerSandbox) -> None:
     result = box.exec("echo out; echo err >&2; exit 3", timeout=10)
     assert (result.status, result.exit_code, result.output) == (Status.NONZERO, 3, "out\nerr\n")
     assert 0 < result.seconds < 10
 
 
-def test_stdin_is_empty_or_what_was_given(box: LocalSandbox) -> None:
+def test_stdin_is_empty_or_what_was_given(box: RunnerSandbox) -> None:
     assert box.exec("cat", timeout=10).output == ""
     data = bytes(range(256)) * 1000
     assert box.exec("wc -c", timeout=10, stdin=data).output.strip() == str(len(data))
 
 
-def test_timeout_kills_the_whole_tree(box: LocalSandbox) -> None:
+def test_timeout_kills_the_whole_tree(box: RunnerSandbox) -> None:
     start = time.monotonic()
     result = box.exec("echo early; setsid sleep 60 & (sleep 60 & sleep 60)", timeout=0.3)
     assert time.monotonic() - start < 3
@@ -193,7 +194,7 @@ def test_timeout_kills_the_whole_tree(box: LocalSandbox) -> None:
     assert "sleep" not in run(box, "cat /proc/[0-9]*/comm")
 
 
-def test_background_children_do_not_block_and_do_not_survive(box: LocalSandbox) -> None:
+def test_background_children_do_not_block_and_do_not_survive(box: RunnerSandbox) -> None:
     start = time.monotonic()
     result = box.exec("sleep 60 & setsid sleep 61 & nohup sleep 62 & echo hi", timeout=10)
     assert time.monotonic() - start < 3
@@ -201,7 +202,7 @@ def test_background_children_do_not_block_and_do_not_survive(box: LocalSandbox) 
     assert "sleep" not in run(box, "cat /proc/[0-9]*/comm")
 
 
-def test_output_keeps_head_and_tail(box: LocalSandbox) -> None:
+def test_output_keeps_head_and_tail(box: RunnerSandbox) -> None:
     result = box.exec("echo first; seq 200000; echo last", timeout=20)
     assert result.status is Status.OUTPUT_CAPPED
     assert result.exit_code == 0
@@ -211,11 +212,11 @@ def test_output_keeps_head_and_tail(box: LocalSandbox) -> None:
     assert "bytes left out" in result.output
 
 
-def test_endless_output_is_stopped(box: LocalSandbox) -> None:
+def test_endless_output_is_stopped(box: RunnerSandbox) -> None:
     assert box.exec("yes", timeout=20).status is Status.OUTPUT_CAPPED
 
 
-def test_output_that_is_not_text_is_replaced(box: LocalSandbox) -> None:
+def test_output_that_is_not_text_is_replaced(box: RunnerSandbox) -> None:
     assert box.exec(r"printf 'a\377b\303'", timeout=10).output == "a\ufffdb\ufffd"
 
 
@@ -236,20 +237,20 @@ def test_capture_keeps_both_ends_however_the_bytes_arrive(parts: list[bytes]) ->
         assert kept.endswith(b"]\n" + whole[-10:])
 
 
-def test_commands_that_cannot_be_run_are_results(box: LocalSandbox) -> None:
+def test_commands_that_cannot_be_run_are_results(box: RunnerSandbox) -> None:
     for command in ("a\0b", "x" * 300_000, "\ud800"):
         result = box.exec(command, timeout=10)
         assert result.status is Status.NONZERO
     assert box.exec("", timeout=10).status is Status.OK
 
 
-def test_memory_is_limited(box: LocalSandbox) -> None:
+def test_memory_is_limited(box: RunnerSandbox) -> None:
     hungry = "python -c 'x = bytearray(1 << 30)'"
     assert box.exec(hungry, timeout=20).status is Status.OOM
     assert box.exec("true", timeout=10).status is Status.OK
 
 
-def test_memory_of_the_whole_tree_is_limited(box: LocalSandbox) -> None:
+def test_memory_of_the_whole_tree_is_limited(box: RunnerSandbox) -> None:
     box.write(
         "eat.py",
         b"import os, time\nos.fork(); os.fork()\nx = bytearray(b'x') * (400 << 20)\ntime.sleep(20)\n",
@@ -257,7 +258,7 @@ def test_memory_of_the_whole_tree_is_limited(box: LocalSandbox) -> None:
     assert box.exec("python eat.py", timeout=20).status is Status.OOM
 
 
-def test_fork_bomb_is_contained(box: LocalSandbox) -> None:
+def test_fork_bomb_is_contained(box: RunnerSandbox) -> None:
     box.write(
         "bomb.py", b"import os\nwhile True:\n    try:\n        os.fork()\n    except OSError:\n        pass\n"
     )
@@ -268,7 +269,7 @@ def test_fork_bomb_is_contained(box: LocalSandbox) -> None:
     assert run(box, "echo well") == "well\n"
 
 
-def test_disk_is_limited(box: LocalSandbox) -> None:
+def test_disk_is_limited(box: RunnerSandbox) -> None:
     assert box.exec("head -c 100M /dev/zero > big; rm big", timeout=20).status is Status.OK
     assert (
         box.exec("for i in 1 2 3; do head -c 40M /dev/zero > big$i || exit 1; done", timeout=20).exit_code
@@ -281,7 +282,7 @@ def test_disk_is_limited(box: LocalSandbox) -> None:
 # Files
 
 
-def test_files_are_written_read_and_listed(box: LocalSandbox) -> None:
+def test_files_are_written_read_and_listed(box: RunnerSandbox) -> None:
     box.write("pkg/deep/a.txt", b"\x00\xff")
     box.write("pkg/deep/a.txt", b"\xff")
     box.write("./b.txt", b"")
@@ -306,7 +307,7 @@ BAD_PATHS = [
 
 
 @pytest.mark.parametrize("path", BAD_PATHS, ids=range(len(BAD_PATHS)))
-def test_bad_paths_are_refused(box: LocalSandbox, path: str) -> None:
+def test_bad_paths_are_refused(box: RunnerSandbox, path: str) -> None:
     with pytest.raises((PermissionError, FileNotFoundError)):
         box.read(path)
     with pytest.raises(PermissionError):
@@ -314,7 +315,7 @@ def test_bad_paths_are_refused(box: LocalSandbox, path: str) -> None:
     assert box.list_files() == ["solution.py"]
 
 
-def test_planted_links_lead_nowhere(box: LocalSandbox) -> None:
+def test_planted_links_lead_nowhere(box: RunnerSandbox) -> None:
     run(box, "ln -s /etc/passwd secret; ln -s /tmp/new dangling; ln -s / root; ln -s . self; ln -s loop loop")
     for path in ("secret", "root/etc/passwd", "loop"):
         with pytest.raises(PermissionError):
@@ -327,7 +328,7 @@ def test_planted_links_lead_nowhere(box: LocalSandbox) -> None:
     assert box.list_files() == ["solution.py"]
 
 
-def test_what_is_no_regular_file_is_refused_at_once(box: LocalSandbox) -> None:
+def test_what_is_no_regular_file_is_refused_at_once(box: RunnerSandbox) -> None:
     run(
         box,
         "mkfifo pipe; mkdir folder; ln -s /dev/zero zero; head -c 2M /dev/zero > large; chmod 0 solution.py",
@@ -339,7 +340,7 @@ def test_what_is_no_regular_file_is_refused_at_once(box: LocalSandbox) -> None:
     assert READ < 2 << 20
 
 
-def test_listing_survives_a_hostile_tree(box: LocalSandbox) -> None:
+def test_listing_survives_a_hostile_tree(box: RunnerSandbox) -> None:
     box.write(
         "plant.py",
         b"import os\n"
@@ -365,14 +366,14 @@ def test_start_refuses_files_that_do_not_fit(provider: LocalProvider) -> None:
 
 
 def call(
-    box: LocalSandbox, source: str, *arguments: object, timeout: float = 5.0
+    box: RunnerSandbox, source: str, *arguments: object, timeout: float = 5.0
 ) -> list[tuple[object, str | None]]:
     box.write("m.py", source.encode())
     results = box.call_function("m.py", "f", [[argument] for argument in arguments], timeout=timeout)
     return [(result.value, result.error) for result in results]
 
 
-def test_calls_give_values_with_exact_types(box: LocalSandbox) -> None:
+def test_calls_give_values_with_exact_types(box: RunnerSandbox) -> None:
     values = [None, True, 1, 1.0, -0.5, "ü\ud800\n", [], [[1, "a"], {"k": [False]}], {"": None}, 10**400]
     results = call(box, "def f(x):\n    return x\n", *values)
     assert [value for value, _ in results] == values
@@ -402,7 +403,7 @@ def test_calls_give_values_with_exact_types(box: LocalSandbox) -> None:
         ("input()", "EOFError"),
     ],
 )
-def test_calls_give_errors_in_one_line(box: LocalSandbox, expression: str, error: str) -> None:
+def test_calls_give_errors_in_one_line(box: RunnerSandbox, expression: str, error: str) -> None:
     ((value, told), *_) = call(box, f"def f(x):\n    return {expression}\n", 1)
     assert value is None
     assert told is not None
@@ -411,7 +412,7 @@ def test_calls_give_errors_in_one_line(box: LocalSandbox, expression: str, error
     assert "\n" not in told
 
 
-def test_values_nested_too_deeply_or_cyclic_are_errors(box: LocalSandbox) -> None:
+def test_values_nested_too_deeply_or_cyclic_are_errors(box: RunnerSandbox) -> None:
     source = (
         "def f(x):\n    v = []\n    for _ in range(x): v = [v]\n    if not x: v.append(v)\n    return v\n"
     )
@@ -419,7 +420,7 @@ def test_values_nested_too_deeply_or_cyclic_are_errors(box: LocalSandbox) -> Non
     assert [error for _, error in results] == [None, *["ValueError: value nested too deeply"] * 2]
 
 
-def test_a_module_that_does_not_load_fails_every_call(box: LocalSandbox) -> None:
+def test_a_module_that_does_not_load_fails_every_call(box: RunnerSandbox) -> None:
     assert call(box, "def f(x:\n", 1, 2)[1][1].startswith("SyntaxError: ")  # type: ignore[union-attr]
     assert call(box, "raise OSError('no')\n", 1, 2) == [(None, "OSError: no")] * 2
     assert call(box, "g = 1\n", 1) == [(None, "AttributeError: module 'm' has no attribute 'f'")]
@@ -427,13 +428,13 @@ def test_a_module_that_does_not_load_fails_every_call(box: LocalSandbox) -> None
     assert box.call_function("none.py", "f", [], timeout=5) == []
 
 
-def test_modules_of_the_folder_and_of_python_can_be_imported(box: LocalSandbox) -> None:
+def test_modules_of_the_folder_and_of_python_can_be_imported(box: RunnerSandbox) -> None:
     source = "import solution, dataclasses\n@dataclasses.dataclass\nclass A:\n    n: int\n"
     source += "def f(x):\n    return A(solution.square(x)).n\n"
     assert call(box, source, 3) == [(9, None)]
 
 
-def test_each_call_has_arguments_of_its_own(box: LocalSandbox) -> None:
+def test_each_call_has_arguments_of_its_own(box: RunnerSandbox) -> None:
     box.write("m.py", b"def f(a, b):\n    a.append(1)\n    return [a, b]\n")
     shared: list[int] = []
     results = box.call_function("m.py", "f", [[shared, shared]] * 2, timeout=5)
@@ -441,7 +442,7 @@ def test_each_call_has_arguments_of_its_own(box: LocalSandbox) -> None:
     assert shared == []
 
 
-def test_timeout_keeps_the_calls_before(box: LocalSandbox) -> None:
+def test_timeout_keeps_the_calls_before(box: RunnerSandbox) -> None:
     start = time.monotonic()
     results = call(box, "def f(x):\n    while x: pass\n    return x\n", 0, 1, 0, timeout=0.3)
     assert results == [(0, None), (None, "Timeout"), (None, "Timeout")]
@@ -449,7 +450,7 @@ def test_timeout_keeps_the_calls_before(box: LocalSandbox) -> None:
     assert time.monotonic() - start < 4
 
 
-def test_a_process_that_ends_badly_has_no_results(box: LocalSandbox) -> None:
+def test_a_process_that_ends_badly_has_no_results(box: RunnerSandbox) -> None:
     source = "import os\ndef f(x):\n    if x: os.kill(os.getpid(), 9)\n    return x\n"
     assert call(box, source, 0, 1) == [(None, "Killed: SIGKILL")] * 2
     source = "import os\ndef f(x):\n    if x: os._exit(0)\n    return x\n"
@@ -474,8 +475,8 @@ def test_closing_ends_every_process(provider: LocalProvider) -> None:
 def test_a_stuck_runner_is_dead_and_is_killed(
     provider: LocalProvider, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("hintloop.envs.sandbox.local._GRACE", 0.2)
-    monkeypatch.setattr("hintloop.envs.sandbox.local._CLOSE", 0.2)
+    monkeypatch.setattr("hintloop.envs.sandbox.client._GRACE", 0.2)
+    monkeypatch.setattr("hintloop.envs.sandbox.client._CLOSE", 0.2)
     sandbox = provider.start({})
     runner = max(runners(provider.zygote_pid))
     os.kill(runner, signal.SIGSTOP)

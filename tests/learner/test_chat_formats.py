@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any, Literal
 
 import pytest
@@ -58,6 +59,7 @@ def toy_tokenizer(family: str) -> Any:
     return tokenizer
 
 
+@functools.cache
 def played(family: str) -> tuple[Any, Conversation, list[Turn]]:
     """The tokenizer, a conversation with one failing call, and its turns."""
     tokenizer = toy_tokenizer(family)

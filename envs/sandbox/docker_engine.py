@@ -1,0 +1,229 @@
+"""Containers through the Docker SDK: how a sandbox's container is made, talked to, found and removed."""
+
+from __future__ import annotations
+
+import contextlib
+import select
+import socket
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import docker
+import docker.errors
+import requests.exceptions
+
+from hintloop.envs.sandbox import limits
+from hintloop.envs.sandbox.base import SandboxDead
+from hintloop.envs.sandbox.docker_runner import COMMAND
+from hintloop.envs.sandbox.isolation import WORKSPACE
+
+USER = "65532:65532"
+_TIMEOUT = 60.0
+"""Seconds for one request to the engine; a busy one takes a while to start a container."""
+_CONNECTIONS = 32
+_ERRORS = 2000
+"""Bytes of a container's standard error that are kept for a message."""
+_STDOUT = 1
+_FRAME = 8
+"""Bytes before each piece of output: the stream's number, three zeros, the length."""
+
+
+@dataclass(frozen=True, slots=True)
+class ContainerSpec:
+    """What containers are made of; all but this is fixed."""
+
+    image: str
+    runtime: str | None
+    """Name of the OCI runtime, e.g. ``runsc``; None is the engine's own default."""
+    cpus: float
+    labels: dict[str, str]
+
+
+def container_config(spec: ContainerSpec) -> dict[str, Any]:
+    """The body of the engine's create request.
+
+    No network, read-only root with two size-limited tmpfs, no capability, no new privilege, no swap. The runner is
+    process 1 and reaps what is orphaned, so there is no ``init`` before it: process 1 is the only one that the
+    agent, who is the same user, cannot kill. The container ends with the connection to its input, and is then
+    removed by the engine. Its output is the runner's messages, so it is not logged.
+    """
+    room = f"size={limits.DISK},nr_inodes={limits.INODES},nosuid,nodev,exec"
+    own = "uid={},gid={}".format(*USER.split(":"))
+    sandboxed_kernel = spec.runtime is not None and "runsc" in spec.runtime
+    memory = limits.TREE_MEMORY + 2 * limits.DISK + limits.RUNNER_MEMORY
+    host: dict[str, Any] = {
+        "AutoRemove": True,
+        "CapDrop": ["ALL"],
+        "CgroupnsMode": "private",
+        "IpcMode": "private",
+        "LogConfig": {"Type": "none", "Config": {}},
+        "Memory": memory,
+        "MemorySwap": memory,
+        "NanoCpus": int(spec.cpus * 1e9),
+        "NetworkMode": "none",
+        # gVisor's kernel is itself threads on the host; inside, the runner watches the number of processes
+        "PidsLimit": limits.PROCESSES * (32 if sandboxed_kernel else 1) + 1,
+        "ReadonlyRootfs": True,
+        "SecurityOpt": ["no-new-privileges:true"],
+        "ShmSize": limits.MiB,
+        "Tmpfs": {WORKSPACE: f"{room},mode=0700,{own}", "/tmp": f"{room},mode=1777"},
+    }
+    if spec.runtime is not None:
+        host["Runtime"] = spec.runtime
+    return {
+        "Image": spec.image,
+        "Entrypoint": [COMMAND[0]],
+        "Cmd": list(COMMAND[1:]),
+        "User": USER,
+        "WorkingDir": WORKSPACE,
+        "Hostname": "sandbox",
+        "Env": ["PATH=/usr/local/bin:/usr/bin:/bin"],
+        "Labels": spec.labels,
+        "AttachStdin": True,
+        "AttachStdout": True,
+        "AttachStderr": True,
+        "OpenStdin": True,
+        "StdinOnce": True,
+        "StopTimeout": 0,
+        "HostConfig": host,
+    }
+
+
+class Attached:
+    """The connection to a container's standard input and output; a ``client.Connection``."""
+
+    def __init__(self, raw: Any):
+        self._raw = raw
+        self._sock: socket.socket = getattr(raw, "_sock", raw)
+        self._header = bytearray()
+        self._left = 0
+        self._is_output = False
+        self.errors = b""
+        """The end of what came on standard error."""
+
+    def fileno(self) -> int:
+        return self._sock.fileno()
+
+    def recv(self, size: int, /) -> bytes:
+        """Bytes of the standard output; none at the end of the container."""
+        while True:
+            wanted = min(size, self._left) or _FRAME - len(self._header)
+            data = self._sock.recv(wanted)
+            if not data:
+                return b""
+            if not self._left:
+                self._header += data
+                if len(self._header) == _FRAME:
+                    self._left = int.from_bytes(self._header[4:], "big")
+                    self._is_output = self._header[0] == _STDOUT
+                    self._header.clear()
+                continue
+            self._left -= len(data)
+            if self._is_output:
+                return data
+            self.errors = (self.errors + data)[-_ERRORS:]
+
+    def quiet(self) -> bool:
+        """Whether nothing has come, not even the end."""
+        return not select.select([self._sock], [], [], 0)[0]
+
+    def sendall(self, data: bytes, /) -> None:
+        self._sock.sendall(data)
+
+    def gettimeout(self) -> float | None:
+        return self._sock.gettimeout()
+
+    def settimeout(self, seconds: float | None, /) -> None:
+        self._sock.settimeout(seconds)
+
+    def shutdown(self, how: int, /) -> None:
+        self._sock.shutdown(how)
+
+    def close(self) -> None:
+        self._raw.close()
+        self._sock.close()
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """A container that carries a label."""
+
+    container: str
+    labels: dict[str, str]
+    running: bool
+    created: float
+    """Seconds since the epoch, by the engine's clock."""
+
+
+class Engine:
+    """A Docker engine, found as the ``docker`` command finds it. Threads may share it. ``SandboxDead``."""
+
+    def __init__(self) -> None:
+        with _as_dead("no Docker engine"):
+            self._api = docker.APIClient(
+                version="auto", timeout=_TIMEOUT, max_pool_size=_CONNECTIONS, **docker.utils.kwargs_from_env()
+            )
+
+    def runtimes(self) -> list[str]:
+        """Names of the OCI runtimes that the engine knows."""
+        with _as_dead("the engine does not answer"):
+            return sorted(self._api.info()["Runtimes"])
+
+    def has_image(self, image: str) -> bool:
+        """Whether the image is here."""
+        with _as_dead("the engine does not answer"):
+            try:
+                self._api.inspect_image(image)
+            except docker.errors.ImageNotFound:
+                return False
+        return True
+
+    def run(self, spec: ContainerSpec) -> tuple[str, Attached]:
+        """Start a container; its id, and the connection to it. Nothing of it is left after a failure."""
+        with _as_dead("the container did not start"):
+            container: str = self._api.create_container_from_config(container_config(spec))["Id"]
+            try:
+                streams = {"stdin": 1, "stdout": 1, "stderr": 1, "stream": 1}
+                attached = Attached(self._api.attach_socket(container, params=streams))
+                try:
+                    self._api.start(container)
+                except BaseException:
+                    attached.close()
+                    raise
+            except BaseException:
+                self.remove(container)
+                raise
+        return container, attached
+
+    def remove(self, container: str) -> None:
+        """Kill and remove a container; one that is gone, or being removed, is no failure."""
+        with _as_dead("a container cannot be removed"):
+            try:
+                self._api.remove_container(container, force=True, v=True)
+            except docker.errors.NotFound:
+                return
+            except docker.errors.APIError as error:
+                if error.status_code != 409:
+                    raise
+
+    def find(self, label: str) -> list[Found]:
+        """All containers, running or not, with the label ``name`` or ``name=value``."""
+        with _as_dead("the engine does not answer"):
+            rows = self._api.containers(all=True, filters={"label": label})
+        return [
+            Found(row["Id"], row.get("Labels") or {}, row["State"] == "running", float(row["Created"]))
+            for row in rows
+        ]
+
+    def close(self) -> None:
+        """Give the connections back."""
+        self._api.close()
+
+
+@contextlib.contextmanager
+def _as_dead(what: str) -> Iterator[None]:
+    try:
+        yield
+    except (docker.errors.DockerException, requests.exceptions.RequestException, OSError) as error:
+        raise SandboxDead(f"{what}: {error}") from error

@@ -1,0 +1,125 @@
+"""What only containers promise: their limits as the engine sees them, the pool, and that old ones are removed."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+pytest.importorskip("docker", reason="the extra `docker` is not installed")
+
+from hintloop.envs.sandbox.base import SandboxDead
+from hintloop.envs.sandbox.docker import IMAGE, DockerProvider
+from hintloop.envs.sandbox.docker_reaper import OWNER, own_identity
+
+pytestmark = pytest.mark.docker
+
+
+@pytest.fixture(scope="module")
+def provider() -> Iterator[DockerProvider]:
+    with DockerProvider(pool=1) as made:
+        yield made
+
+
+def docker(*arguments: str) -> str:
+    command = ["docker", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
+
+
+def containers(label: str) -> list[str]:
+    return docker("ps", "--all", "--quiet", "--no-trunc", "--filter", f"label={label}").split()
+
+
+def soon_ready(provider: DockerProvider, count: int) -> bool:
+    deadline = time.monotonic() + 30
+    while provider.num_ready() < count and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return provider.num_ready() == count
+
+
+def test_the_engine_enforces_every_limit(provider: DockerProvider) -> None:
+    sandbox = provider.start({})
+    told: dict[str, Any] = json.loads(
+        docker("inspect", containers(f"hintloop.sandbox.run={provider.run_id}")[0])
+    )[0]
+    sandbox.close()
+    host, config = told["HostConfig"], told["Config"]
+    assert host["NetworkMode"] == "none"
+    assert host["ReadonlyRootfs"] is True
+    assert host["CapDrop"] == ["ALL"]
+    assert not host["CapAdd"]
+    assert host["Privileged"] is False
+    assert any(option.startswith("no-new-privileges") for option in host["SecurityOpt"])
+    assert host["Memory"] == host["MemorySwap"] > 0
+    assert 0 < host["PidsLimit"] <= 100
+    assert host["NanoCpus"] == 10**9
+    assert host["LogConfig"]["Type"] == "none"
+    assert host["AutoRemove"] is True
+    assert not host["Binds"]
+    assert not told["Mounts"]
+    assert all("size=" in options for options in host["Tmpfs"].values())
+    assert config["User"] == "65532:65532"
+    assert config["StdinOnce"] is True
+    assert not any("KEY" in line or "TOKEN" in line for line in config["Env"])
+
+
+def test_a_start_from_the_pool_is_quick_and_the_pool_fills_again(provider: DockerProvider) -> None:
+    assert soon_ready(provider, 1)
+    start = time.monotonic()
+    sandbox = provider.start({"a": "b"})
+    assert time.monotonic() - start < 0.25
+    assert soon_ready(provider, 1)
+    sandbox.close()
+
+
+def test_a_sandbox_that_died_in_the_pool_is_not_given_out(provider: DockerProvider) -> None:
+    assert soon_ready(provider, 1)
+    docker("kill", *containers(f"hintloop.sandbox.run={provider.run_id}"))
+    sandbox = provider.start({"a": "b"})
+    assert sandbox.read("a") == b"b"
+    sandbox.close()
+
+
+def make_container(owner: str) -> str:
+    return docker("create", "--label", f"{OWNER}={owner}", "--network", "none", IMAGE, "true").strip()
+
+
+def test_containers_of_a_dead_owner_are_removed_and_others_are_left(provider: DockerProvider) -> None:
+    host, boot, pid, started = own_identity().split()
+    dead = [make_container(f"{host} {boot} {pid} 1"), make_container(f"{host} other-boot {pid} {started}")]
+    alive = [make_container(own_identity()), make_container(f"elsewhere {boot} {pid} {started}")]
+    try:
+        DockerProvider(pool=0).close()
+        left = containers(OWNER)
+        assert not set(dead) & set(left)
+        assert set(alive) <= set(left)
+    finally:
+        docker("rm", "--force", *alive)
+
+
+def test_closing_a_sandbox_removes_its_container(provider: DockerProvider) -> None:
+    with DockerProvider(pool=0) as fresh:
+        sandbox = fresh.start({})
+        assert len(containers(f"hintloop.sandbox.run={fresh.run_id}")) == 1
+        sandbox.close()
+        deadline = time.monotonic() + 20
+        while containers(f"hintloop.sandbox.run={fresh.run_id}") and time.monotonic() < deadline:
+            time.sleep(0.1)
+        assert containers(f"hintloop.sandbox.run={fresh.run_id}") == []
+
+
+def test_what_the_engine_lacks_is_told() -> None:
+    with pytest.raises(SandboxDead, match="no image 'no-such-image'"):
+        DockerProvider("no-such-image")
+    with pytest.raises(SandboxDead, match="no runtime 'no-such-runtime'"):
+        DockerProvider(runtime="no-such-runtime")
+
+
+def test_an_engine_that_is_not_there_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DOCKER_HOST", "unix:///nowhere/docker.sock")
+    with pytest.raises(SandboxDead, match="no Docker engine"):
+        DockerProvider()
