@@ -34,31 +34,32 @@ class Tree:
 
     def kill(self) -> None:
         """Kill and reap them all; whatever they were about to start is dead too."""
-        if self._own_namespace:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(-1, signal.SIGKILL)
-            return _reap_all()
         deadline = time.monotonic() + _KILL
-        while pids := self._descendants():
-            if time.monotonic() > deadline:
-                raise TimeoutError("the processes multiply faster than they can be killed")
-            for pid in pids:
+        while True:
+            for pid in [-1] if self._own_namespace else self._descendants():
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
             _reap_ready()
+            if not (_has_children() if self._own_namespace else self._descendants()):
+                return
+            if time.monotonic() > deadline:
+                raise TimeoutError("the processes multiply faster than they can be killed")
+            time.sleep(
+                0.0002
+            )  # one that was just being forked may have been missed (gVisor), or is still dying
 
     def excess(self) -> str | None:
         """What the processes have too much of together: ``memory``, ``processes`` or nothing."""
         pids = _all_pids() - {1} if self._own_namespace else self._descendants()
+        if len(pids) > limits.PROCESSES:
+            return "processes"
         memory = 0
         for pid in pids:
             text = _read(f"/proc/{pid}/statm")
             if text:
                 _, resident, shared, *_ = map(int, text.split())
                 memory += (resident - shared) * _PAGE
-        if memory > limits.TREE_MEMORY:
-            return "memory"
-        return "processes" if len(pids) > limits.PROCESSES else None
+        return "memory" if memory > limits.TREE_MEMORY else None
 
     def _descendants(self) -> set[int]:
         parents = {}
@@ -88,12 +89,12 @@ def _read(path: str) -> str:
         return ""
 
 
-def _reap_all() -> None:
-    while True:
-        try:
-            os.waitpid(-1, 0)
-        except ChildProcessError:
-            return
+def _has_children() -> bool:
+    try:
+        os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    except ChildProcessError:
+        return False
+    return True
 
 
 def _reap_ready() -> None:

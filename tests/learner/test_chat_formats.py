@@ -106,10 +106,15 @@ def episode_of(conversation: Conversation, turns: list[Turn], name: str, reward:
     )
 
 
-def seen(rows: Packed, row: int, column: int) -> list[int]:
+class Seen:
     """The tokens that a state sees, its own included."""
-    ids: list[int] = rows.ids[row, rows.mask()[row, 0, column] == 0].tolist()
-    return ids
+
+    def __init__(self, rows: Packed) -> None:
+        self._ids, self._mask = rows.ids, rows.mask()[:, 0] == 0
+
+    def __call__(self, row: int, column: int) -> list[int]:
+        ids: list[int] = self._ids[row, self._mask[row, column]].tolist()
+        return ids
 
 
 def step(
@@ -139,10 +144,11 @@ def test_a_hint_stands_right_before_the_compared_turn_and_only_assistant_tokens_
     count = target.end - target.start
     assert len(micro.student_index) == len(micro.teacher_index) == 2 * count
     indices = zip(micro.student_index.tolist(), micro.teacher_index.tolist(), strict=True)
+    by_student, by_teacher = Seen(micro.student), Seen(micro.teacher)
     for number, (student, teacher) in enumerate(indices):
         token = target.start + number % count
         said = ids[target.start : token]
-        plain, hinted = seen(micro.student, *student), seen(micro.teacher, *teacher)
+        plain, hinted = by_student(*student), by_teacher(*teacher)
         assert plain == ids[begin:token]
         assert hinted == ids[begin : target.start - len(opening)] + hint + opening + said
         assert HINT in tokenizer.decode(hinted)
