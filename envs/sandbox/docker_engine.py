@@ -10,12 +10,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import docker
+import docker.constants
 import docker.errors
+import docker.utils
 import requests.exceptions
 
 from hintloop.envs.sandbox import limits
 from hintloop.envs.sandbox.base import SandboxDead
-from hintloop.envs.sandbox.docker_runner import COMMAND
+from hintloop.envs.sandbox.docker_runner import COMMAND, OWN_KERNEL
 from hintloop.envs.sandbox.isolation import WORKSPACE
 
 USER = "65532:65532"
@@ -50,7 +52,7 @@ def container_config(spec: ContainerSpec) -> dict[str, Any]:
     """
     room = f"size={limits.DISK},nr_inodes={limits.INODES},nosuid,nodev,exec"
     own = "uid={},gid={}".format(*USER.split(":"))
-    sandboxed_kernel = spec.runtime is not None and "runsc" in spec.runtime
+    own_kernel = spec.runtime is not None and "runsc" in spec.runtime
     memory = limits.TREE_MEMORY + 2 * limits.DISK + limits.RUNNER_MEMORY
     host: dict[str, Any] = {
         "AutoRemove": True,
@@ -62,8 +64,8 @@ def container_config(spec: ContainerSpec) -> dict[str, Any]:
         "MemorySwap": memory,
         "NanoCpus": int(spec.cpus * 1e9),
         "NetworkMode": "none",
-        # gVisor's kernel is itself threads on the host; inside, the runner watches the number of processes
-        "PidsLimit": limits.PROCESSES * (32 if sandboxed_kernel else 1) + 1,
+        # gVisor's kernel is itself threads on the host; inside, it has a limit of its own
+        "PidsLimit": limits.PROCESSES * (32 if own_kernel else 1) + 1,
         "ReadonlyRootfs": True,
         "SecurityOpt": ["no-new-privileges:true"],
         "ShmSize": limits.MiB,
@@ -74,7 +76,7 @@ def container_config(spec: ContainerSpec) -> dict[str, Any]:
     return {
         "Image": spec.image,
         "Entrypoint": [COMMAND[0]],
-        "Cmd": list(COMMAND[1:]),
+        "Cmd": [*COMMAND[1:], *([OWN_KERNEL] if own_kernel else [])],
         "User": USER,
         "WorkingDir": WORKSPACE,
         "Hostname": "sandbox",
@@ -161,8 +163,10 @@ class Engine:
 
     def __init__(self) -> None:
         with _as_dead("no Docker engine"):
+            where = docker.utils.kwargs_from_env()
+            _try_to_connect(where.get("base_url", docker.constants.DEFAULT_UNIX_SOCKET))
             self._api = docker.APIClient(
-                version="auto", timeout=_TIMEOUT, max_pool_size=_CONNECTIONS, **docker.utils.kwargs_from_env()
+                version="auto", timeout=_TIMEOUT, max_pool_size=_CONNECTIONS, **where
             )
 
     def runtimes(self) -> list[str]:
@@ -219,6 +223,15 @@ class Engine:
     def close(self) -> None:
         """Give the connections back."""
         self._api.close()
+
+
+def _try_to_connect(url: str) -> None:
+    """Fail at once when nobody listens on a local socket; the SDK would leave its own half-open. ``OSError``."""
+    kind, _, path = url.partition("://")
+    if kind in ("unix", "http+unix"):
+        with socket.socket(socket.AF_UNIX) as sock:
+            sock.settimeout(_TIMEOUT)
+            sock.connect("/" + path.lstrip("/"))
 
 
 @contextlib.contextmanager

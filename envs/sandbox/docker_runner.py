@@ -43,6 +43,8 @@ sys.modules[name].main()
 """
 """What the container's interpreter is started with: it loads the modules that come first on its input."""
 COMMAND = ("python3", "-I", "-S", "-B", "-X", "utf8", "-c", BOOT)
+OWN_KERNEL = "own-kernel"
+"""Argument after ``COMMAND`` for a container that shares its kernel with no other."""
 _PACKAGES = ("hintloop", "hintloop.envs", "hintloop.envs.sandbox")
 _MODULES = (
     "limits",
@@ -143,7 +145,8 @@ def main() -> None:
     calls.warm_up()
     isolation.drop_privileges()
     protect_limits()
-    runner.limit_resources(num_processes=False)  # the kernel would count those of all containers together
+    # a shared kernel counts the processes of all containers' users together; there the container has a limit
+    runner.limit_resources(num_processes=OWN_KERNEL in sys.argv)
     if os.getpid() != 1:
         raise OSError("the runner is not process 1 of its container")
     wire.send(pipes, wire.pack({"python": sys.version.split()[0]}))
