@@ -64,6 +64,18 @@ def episode(
     )
 
 
+def episode_groups(args: argparse.Namespace, vocabulary: int = VOCABULARY) -> list[list[Episode]]:
+    """``args.groups`` groups of ``args.size`` episodes."""
+    random, extras = np.random.default_rng(0), (args.sites, args.pairs)
+    return [
+        [
+            episode(f"e{g}-{n}", f"g{g}", random, args.tokens, extras, vocabulary=vocabulary)
+            for n in range(args.size)
+        ]
+        for g in range(args.groups)
+    ]
+
+
 def main() -> None:
     """Print the median and the spread over the repeats."""
     parser = argparse.ArgumentParser(
@@ -79,14 +91,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
-    random = np.random.default_rng(0)
-    groups = [
-        [
-            episode(f"e{g}-{n}", f"g{g}", random, args.tokens, (args.sites, args.pairs))
-            for n in range(args.size)
-        ]
-        for g in range(args.groups)
-    ]
+    groups = episode_groups(args)
     rules = BatchRules(
         VOCABULARY,
         args.micro_batches,

@@ -13,12 +13,12 @@ import time
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
-from collate import episode
+from collate import episode_groups
 from tokenizers import Tokenizer, models
-from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM, TrainerCallback
+from transformers import PreTrainedTokenizerFast, TrainerCallback
 
+from hintloop.agent.student.build import new_model
 from hintloop.learner.batch import BatchRules, build_step
 from hintloop.learner.config import LearnerConfig
 from hintloop.learner.models import SideWeights, make_optimizer
@@ -43,23 +43,6 @@ class Clock(TrainerCallback):
         self.ends.append(time.perf_counter())
 
 
-def new_model() -> Any:
-    """A Qwen3 of the shape of the bundled student."""
-    torch.manual_seed(0)
-    config = Qwen3Config(
-        vocab_size=VOCABULARY,
-        hidden_size=128,
-        intermediate_size=384,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=32,
-        max_position_embeddings=1024,
-        tie_word_embeddings=True,
-    )
-    return Qwen3ForCausalLM(config)
-
-
 def step_seconds(groups: Any, args: argparse.Namespace, channels: dict[str, float], folder: Path) -> float:
     """Median of ``args.steps`` steps, the first one left out."""
     config = LearnerConfig(
@@ -76,7 +59,8 @@ def step_seconds(groups: Any, args: argparse.Namespace, channels: dict[str, floa
         max_sites=number * args.sites if config.alpha_sdpo else 0,
         max_pairs=number * args.pairs if config.beta_replay else 0,
     )
-    model, clock = new_model(), Clock()
+    torch.manual_seed(0)
+    model, clock = new_model(VOCABULARY, end_of_turn=1), Clock()
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=Tokenizer(models.WordLevel({"<pad>": 0}, unk_token="<pad>")), pad_token="<pad>"
     )
@@ -110,15 +94,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=1)
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
-    random = np.random.default_rng(0)
-    extras = (args.sites, args.pairs)
-    groups = [
-        [
-            episode(f"e{g}-{n}", f"g{g}", random, args.tokens, extras, vocabulary=VOCABULARY)
-            for n in range(args.size)
-        ]
-        for g in range(args.groups)
-    ]
+    groups = episode_groups(args, vocabulary=VOCABULARY)
     with tempfile.TemporaryDirectory() as folder:
         rounds = [
             {name: step_seconds(groups, args, kind, Path(folder)) for name, kind in CHANNELS.items()}

@@ -44,9 +44,7 @@ class Tree:
                 return
             if time.monotonic() > deadline:
                 raise TimeoutError("the processes multiply faster than they can be killed")
-            time.sleep(
-                0.0002
-            )  # one that was just being forked may have been missed (gVisor), or is still dying
+            time.sleep(0.0002)  # a fork under way may have been missed (gVisor), or one is still dying
 
     def excess(self) -> str | None:
         """What the processes have too much of together: ``memory``, ``processes`` or nothing."""
