@@ -16,8 +16,9 @@ from hintloop.learner.batch import BatchRules, build_step
 from hintloop.replay.episode import Episode, HintSite, Outcome, PreferencePair, Turn
 
 VOCABULARY = 32_000
-TURN, TOOL = 60, 140
-"""Tokens of an assistant turn, and of a tool's answer with the generation prompt behind it."""
+PROMPT, TURN, TOOL, HINT = 64, 14, 36, 21
+"""Tokens of the first prompt, an assistant turn, a tool's answer with the generation prompt behind it, and a hint:
+the means of the laptop preset's episodes."""
 
 
 def episode(
@@ -29,19 +30,20 @@ def episode(
     *,
     vocabulary: int = VOCABULARY,
 ) -> Episode:
-    """Random tokens in turns of a fixed size; the first turns are hint sites and have pairs."""
+    """Random tokens in turns of a fixed size; random turns are hint sites and have pairs."""
     ids = tuple(random.integers(2, vocabulary, tokens).tolist())
-    starts = range(TOOL, tokens - TURN, TURN + TOOL)
+    starts = range(PROMPT, tokens - TURN, TURN + TOOL)
+    turns = [random.permutation(len(starts))[:number].tolist() for number in extras]
     mask = np.zeros(tokens, dtype=np.int64)
     for start in starts:
         mask[start : start + TURN] = 1
     sites = tuple(
-        HintSite(n, "type_error", "a hint", start - 3, start, start + TURN, ids[:30])
-        for n, start in zip(range(extras[0]), starts, strict=False)
+        HintSite(n, "type_error", "a hint", starts[n] - 3, starts[n], starts[n] + TURN, ids[:HINT])
+        for n in turns[0]
     )
     pairs = tuple(
-        PreferencePair(n, start, ids[:TURN], ids[start : start + TURN], "", "", 1, 1, True, ("t",))
-        for n, start in zip(range(extras[1]), starts, strict=False)
+        PreferencePair(n, at, ids[:TURN], ids[at : at + TURN], "", "", 1, 1, True, ("t",))
+        for n, at in ((n, starts[n]) for n in turns[1])
     )
     return Episode(
         episode_id=name,

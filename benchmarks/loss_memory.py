@@ -1,16 +1,18 @@
 """Peak memory and time of the hint divergence, forward and backward, at the vocabulary of a real model.
 
 The student reads T tokens, K of which are compared with the teacher. "plain" is what a textbook would do: the logits
-of all T tokens of both models, then the divergence of the K. "TRL" is TRL's chunked kernel on all T tokens, masked to
-the K. "gathered" takes the K hidden states first and then dense logits; "ours" is ``fused_generalized_jsd``. Each runs
-in a process of its own, so that its peak is its own; the inputs' memory is not counted.
+of all T tokens of both models and their divergence, then a mask that leaves the K. "TRL" is TRL's chunked kernel on
+all T tokens, masked to the K. "gathered" takes the K hidden states first and then dense logits; "ours" is
+``fused_generalized_jsd``. Each runs in a process of its own, so that its peak is its own; the inputs' memory is not
+counted. A trained head has a gradient of its own size (0.51 GiB here), whoever computes it.
 
-python benchmarks/loss_memory.py --tokens 512 --compared 64
+python benchmarks/loss_memory.py --tokens 512 1024 --compared 16 64 256
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import resource
 import subprocess
@@ -29,10 +31,11 @@ BETA = 0.5
 
 
 def plain(student: Tensor, teacher: Tensor, head: Head, compared: Tensor) -> Tensor:
-    """All logits, then the divergence at the compared positions."""
+    """All logits and divergences, then those of the compared positions."""
     with torch.no_grad():
         target = head.logits(teacher)
-    return generalized_jsd(head.logits(student), target, beta=BETA, mask=compared, reduction="mean")
+    divergence = generalized_jsd(head.logits(student), target, beta=BETA)
+    return (divergence * compared).sum() / compared.sum()
 
 
 def trl(student: Tensor, teacher: Tensor, head: Head, compared: Tensor) -> Tensor:
@@ -58,26 +61,29 @@ def ours(student: Tensor, teacher: Tensor, head: Head, compared: Tensor) -> Tens
     return fused_generalized_jsd(*states, head, Head(head.weight.detach()), beta=BETA).mean()
 
 
+FUNCTIONS: dict[str, Callable[[Tensor, Tensor, Head, Tensor], Tensor]] = {
+    "plain": plain,
+    "TRL": trl,
+    "gathered": gathered,
+    "ours": ours,
+}
+
+
 def child(kind: str, args: argparse.Namespace) -> None:
     """Measure one kind and print it."""
     torch.set_num_threads(args.threads)
     torch.manual_seed(0)
-    functions: dict[str, Callable[[Tensor, Tensor, Head, Tensor], Tensor]] = {
-        "plain": plain,
-        "TRL": trl,
-        "gathered": gathered,
-        "ours": ours,
-    }
+    (tokens,), (number,) = args.tokens, args.compared
     weight = (
         torch.randn(args.vocabulary, args.width).mul_(args.width**-0.5).requires_grad_(args.head == "trained")
     )
-    student = torch.randn(args.tokens, args.width, requires_grad=True)
-    teacher = torch.randn(args.tokens, args.width)
-    compared = torch.zeros(args.tokens, dtype=torch.bool)
-    compared[torch.linspace(0, args.tokens - 1, args.compared).long()] = True
+    student = torch.randn(tokens, args.width, requires_grad=True)
+    teacher = torch.randn(tokens, args.width)
+    compared = torch.zeros(tokens, dtype=torch.bool)
+    compared[torch.linspace(0, tokens - 1, number).long()] = True
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     started = time.perf_counter()
-    loss = functions[kind](student, teacher, Head(weight), compared)
+    loss = FUNCTIONS[kind](student, teacher, Head(weight), compared)
     loss.backward()
     seconds = time.perf_counter() - started
     peak = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 2**20
@@ -86,13 +92,32 @@ def child(kind: str, args: argparse.Namespace) -> None:
     print(json.dumps({"peak_gib": peak, "seconds": seconds, "loss": float(loss), "gradient_norm": norm}))
 
 
+def measured(kind: str, shape: tuple[int, int], args: argparse.Namespace) -> dict[str, float]:
+    """What ``child`` says in a process of its own."""
+    command = [
+        sys.executable,
+        __file__,
+        "--child",
+        kind,
+        "--tokens",
+        str(shape[0]),
+        "--compared",
+        str(shape[1]),
+    ]
+    command += ["--vocabulary", str(args.vocabulary), "--width", str(args.width)]
+    command += ["--head", args.head, "--threads", str(args.threads)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=900, check=True)
+    found: dict[str, float] = json.loads(done.stdout)
+    return found
+
+
 def main() -> None:
-    """Print one row per kind, with its peak as a part of the plain one's."""
+    """Print one row per shape and kind, with its peak and time as a part of the plain one's."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--tokens", type=int, default=512, help="T")
-    parser.add_argument("--compared", type=int, default=64, help="K")
+    parser.add_argument("--tokens", type=int, nargs="+", default=[512], help="T")
+    parser.add_argument("--compared", type=int, nargs="+", default=[64], help="K")
     parser.add_argument("--vocabulary", type=int, default=151_936)
     parser.add_argument("--width", type=int, default=896)
     parser.add_argument("--head", choices=["frozen", "trained"], default="frozen")
@@ -103,15 +128,16 @@ def main() -> None:
     if args.child:
         child(args.child, args)
         return
-    rows = {}
-    for kind in args.kinds:
-        command = [sys.executable, *sys.argv, "--child", kind]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=900, check=True)
-        rows[kind] = json.loads(done.stdout)
-    for row in rows.values():
-        if "plain" in rows:
-            row["part_of_plain"] = round(row["peak_gib"] / rows["plain"]["peak_gib"], 3)
-    print(json.dumps(rows, indent=1))
+    for shape in itertools.product(args.tokens, args.compared):
+        rows = {kind: measured(kind, shape, args) for kind in args.kinds}
+        for kind, row in rows.items():
+            parts = (
+                {f"{key}_of_plain": row[key] / rows["plain"][key] for key in ("peak_gib", "seconds")}
+                if "plain" in rows
+                else {}
+            )
+            found = {name: round(value, 4) for name, value in (row | parts).items()}
+            print(json.dumps({"tokens": shape[0], "compared": shape[1], "kind": kind, **found}), flush=True)
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ from typing import Literal, TypeVar
 import numpy as np
 
 from hintloop.learner.rows import (
+    Bools,
     HintContext,
     Ints,
     PairContext,
@@ -102,7 +103,11 @@ def build_step(
         for row in rows_of(episode, advantage, policy, hints, preferences)
     ]
     totals = Totals(
-        tokens=sum(int(p.scored.sum()) for (_, a), p in zip(usable, policies, strict=True) if a is not None),
+        tokens=sum(
+            int(np.count_nonzero(p.scored))
+            for (_, a), p in zip(usable, policies, strict=True)
+            if a is not None
+        ),
         rows=sum(a is not None for _, a in usable),
         hint_tokens=sum(len(site.student_index) for row in rows for site in row.sites),
         pairs=sum(len(row.pairs) for row in rows),
@@ -145,7 +150,9 @@ def _choose(
     if not limit:
         return [[] for _ in found]
     every = [(number, context) for number, contexts in enumerate(found) for context in contexts]
-    valid = [(n, c) for n, c in every if c and all(ids.max() < rules.vocabulary for ids in c.sequences)]
+    valid = [
+        (n, c) for n, c in every if c and all(ids.max(initial=0) < rules.vocabulary for ids in c.foreign)
+    ]
     short = [(n, c if rules.max_tokens is None else cut(c, rules.max_tokens)) for n, c in valid]
     fitting = [(n, c) for n, c in short if c]
     taken = _sample(fitting, limit, random)
@@ -167,8 +174,8 @@ def _sample(items: list[T], limit: int, random: np.random.Generator) -> list[T]:
 def _means(episodes: list[Episode], policies: list[Policy]) -> dict[str, float]:
     """Reward, staleness and how many sampled tokens cannot be trained."""
     means: dict[str, float] = {
-        "tokens_stale": float(sum(int((p.sampled & ~p.fresh).sum()) for p in policies)),
-        "tokens_unscored": float(sum(int((p.fresh & ~p.scored).sum()) - p.too_long for p in policies)),
+        "tokens_stale": float(sum(_more(p.sampled, p.fresh) for p in policies)),
+        "tokens_unscored": float(sum(_more(p.fresh, p.scored) - p.too_long for p in policies)),
         "tokens_too_long": float(sum(p.too_long for p in policies)),
     }
     if episodes:
@@ -178,3 +185,8 @@ def _means(episodes: list[Episode], policies: list[Policy]) -> dict[str, float]:
     if len(lags):
         means["staleness_mean"], means["staleness_max"] = float(lags.mean()), float(lags.max())
     return means
+
+
+def _more(larger: Bools, smaller: Bools) -> int:
+    """How many are in the first and not in the second, which has no others."""
+    return int(np.count_nonzero(larger) - np.count_nonzero(smaller))

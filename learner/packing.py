@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -16,27 +17,42 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-Ints = npt.NDArray[np.int64]
+Ints = npt.NDArray[np.integer[Any]]
 
 PADDING = -1
 """The branch of padding, which sees itself only: a token that sees nothing has no finite state."""
 
 
 @dataclass(frozen=True, slots=True)
-class Tree:
-    """One row; arrays of its length."""
+class Path:
+    """A sequence that begins like a trunk: its first ``shared`` tokens, then ``ids``."""
 
+    shared: int
     ids: Ints
-    positions: Ints
-    branch: Ints
-    """0 on the trunk, n on the n-th branch."""
-    fork: Ints
-    """Number of trunk tokens that a branch continues; 0 on the trunk."""
-    columns: tuple[Ints, ...]
-    """Where in the row the tokens of each path are: ``ids[columns[n]]`` is the n-th path."""
 
     def __len__(self) -> int:
-        return len(self.ids)
+        return self.shared + len(self.ids)
+
+
+@dataclass(frozen=True, slots=True)
+class Tree:
+    """One row: the trunk, then the branches one after the other."""
+
+    trunk: Ints
+    """As much of it as something needs."""
+    branches: tuple[Path, ...]
+    """The paths, each from where it leaves the trunk; without tokens of its own where it never does."""
+    starts: tuple[int, ...]
+    """Where in the row each branch begins."""
+
+    def __len__(self) -> int:
+        return self.starts[-1] + len(self.branches[-1].ids) if self.branches else len(self.trunk)
+
+    def columns(self, path: int, index: Ints) -> Ints:
+        """Where in the row the tokens of these ascending indices in a path are."""
+        fork = self.branches[path].shared
+        moved = index + (self.starts[path] - fork)
+        return moved if index[0] >= fork else np.where(index < fork, index, moved)
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,33 +83,34 @@ class Packed:
         return torch.zeros(seen.shape, device=seen.device).masked_fill_(~seen, -torch.inf)[:, None]
 
 
-def grow(trunk: Ints, paths: Sequence[Ints], *, keep: int = 0) -> Tree:
+def grow(trunk: Ints, paths: Sequence[Path], *, keep: int = 0) -> Tree:
     """A row from which the states of each path can be read, and those of the trunk's first ``keep`` tokens.
 
     A path branches off where it first differs from the trunk, and not at all if it never does; the trunk is cut
     behind the last token that something needs.
     """
-    forks = [_common(trunk, path) for path in paths]
-    size = max([keep, *forks])
-    ends = np.cumsum([size, *(len(path) - fork for path, fork in zip(paths, forks, strict=True))])
-    ids, positions, branch, fork_of = (np.zeros(ends[-1], dtype=np.int64) for _ in range(4))
-    ids[:size], positions[:size] = trunk[:size], np.arange(size)
-    columns = []
-    for number, (path, fork, start, end) in enumerate(zip(paths, forks, ends, ends[1:], strict=False), 1):
-        ids[start:end], positions[start:end] = path[fork:], np.arange(fork, len(path))
-        branch[start:end], fork_of[start:end] = number, fork
-        columns.append(np.concatenate([np.arange(fork), np.arange(start, end)]))
-    return Tree(ids, positions, branch, fork_of, tuple(columns))
+    branches = tuple(_branch(trunk, path) for path in paths)
+    size = max([keep, *(branch.shared for branch in branches)])
+    starts = (
+        tuple(accumulate((len(branch.ids) for branch in branches[:-1]), initial=size)) if branches else ()
+    )
+    return Tree(trunk[:size], branches, starts)
 
 
 def pack(trees: Sequence[Tree]) -> Packed:
     """Rows of any lengths as one batch."""
-    return Packed(
-        ids=pad([tree.ids for tree in trees]),
-        positions=pad([tree.positions for tree in trees]),
-        branch=pad([tree.branch for tree in trees], value=PADDING),
-        fork=pad([tree.fork for tree in trees]),
-    )
+    shape = len(trees), max(map(len, trees), default=0)
+    count = np.arange(shape[1])
+    ids, positions = np.zeros(shape, dtype=np.int64), np.zeros(shape, dtype=np.int64)
+    branch, fork = np.full(shape, PADDING, dtype=np.int32), np.zeros(shape, dtype=np.int32)
+    for row, tree in enumerate(trees):
+        size = len(tree.trunk)
+        ids[row, :size], positions[row, :size], branch[row, :size] = tree.trunk, count[:size], 0
+        for number, (path, start) in enumerate(zip(tree.branches, tree.starts, strict=True), 1):
+            own = slice(start, start + len(path.ids))
+            ids[row, own], positions[row, own] = path.ids, count[path.shared : len(path)]
+            branch[row, own], fork[row, own] = number, path.shared
+    return Packed(*map(torch.from_numpy, (ids, positions, branch, fork)))
 
 
 def pad(
@@ -125,8 +142,11 @@ def require_masks(model: Any) -> None:
         )
 
 
-def _common(one: Ints, two: Ints) -> int:
-    """Length of the common beginning."""
-    size = min(len(one), len(two))
-    differing = np.flatnonzero(one[:size] != two[:size])
-    return int(differing[0]) if len(differing) else size
+def _branch(trunk: Ints, path: Path) -> Path:
+    """The path, with as much of it shared as there is in common."""
+    beside = trunk[path.shared : len(path)]
+    if not len(beside) or beside[0] != path.ids[0]:  # as nearly always
+        return path
+    differing = np.flatnonzero(beside != path.ids[: len(beside)])
+    same = int(differing[0]) if len(differing) else len(beside)
+    return Path(path.shared + same, path.ids[same:])

@@ -6,16 +6,17 @@ at p - 1 of its own row.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from hintloop.replay.episode import NOT_SAMPLED, Episode, HintSite, PreferencePair
 
-Ints = npt.NDArray[np.int64]
+Ints = npt.NDArray[np.integer[Any]]
+"""Token ids in int32, as the journal has them; indices in int64."""
 Bools = npt.NDArray[np.bool_]
 Floats = npt.NDArray[np.float32]
 
@@ -45,36 +46,69 @@ class Policy:
 class HintContext:
     """A hinted context with the tokens of the turn behind it, and the K positions that are compared."""
 
-    ids: Ints
+    prompt: Ints
+    """What is before the hint, as it is in the student's row."""
+    hint: Ints
+    turn: Ints
+    """What is behind the hint, the compared tokens included."""
     student_index: Ints
-    """(K,): states of the student's row that predict the compared tokens; see ``student``."""
-    teacher_index: Ints
-    """(K,): states of ``ids`` that predict the same tokens."""
+    """(K,): states of the student's row that predict the compared tokens; see ``is_cut``."""
     logprobs: Floats
     """(K,): of the compared tokens, by the policy that sampled; NaN where it is unknown."""
-    insert_at: int
-    """Where the hint is in ``ids``."""
-    student: Ints | None = None
-    """The row of its own that the student needs, once both contexts are cut; None when it is the episode's row."""
+    is_cut: bool = False
+    """Both contexts lack their beginning, so that the student needs a row of its own: ``student``."""
+
+    def __len__(self) -> int:
+        return len(self.prompt) + len(self.hint) + len(self.turn)
 
     @property
-    def sequences(self) -> tuple[Ints, ...]:
-        return (self.ids,)
+    def hinted(self) -> Ints:
+        """The hint, and the turn behind it."""
+        return np.concatenate([self.hint, self.turn])
+
+    @property
+    def teacher_index(self) -> Ints:
+        """(K,): states of the hinted context that predict the compared tokens."""
+        return self.student_index + len(self.hint)
+
+    @property
+    def targets(self) -> Ints:
+        """(K,): the compared tokens, as the teacher has them."""
+        return self.turn[self.student_index + (1 - len(self.prompt))]
+
+    @property
+    def student(self) -> Ints:
+        """The same without the hint."""
+        return np.concatenate([self.prompt, self.turn])
+
+    @property
+    def foreign(self) -> tuple[Ints, ...]:
+        """What does not come from the episode's tokens."""
+        return (self.hint,)
 
 
 @dataclass(frozen=True, slots=True)
 class PairContext:
-    """A preference pair: a shared prompt of ``prompt_end`` tokens with either response behind it."""
+    """A preference pair: a prompt, and either response to it."""
 
+    prompt: Ints
     chosen: Ints
     rejected: Ints
-    prompt_end: int
-    cut: bool = False
+    is_cut: bool = False
     """The prompt lacks its beginning, so that it shares nothing with the episode's row."""
 
+    def __len__(self) -> int:
+        return len(self.prompt) + max(map(len, self.responses))
+
     @property
-    def sequences(self) -> tuple[Ints, ...]:
-        return (self.chosen, self.rejected)
+    def responses(self) -> tuple[Ints, Ints]:
+        """Chosen, rejected."""
+        return self.chosen, self.rejected
+
+    @property
+    def foreign(self) -> tuple[Ints, ...]:
+        """What does not come from the episode's tokens."""
+        return self.responses
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,20 +155,22 @@ def policy_of(
     """
     ids, versions = integers(episode.token_ids) if ids is None else ids, integers(episode.policy_versions)
     logprobs, sampled = np.asarray(episode.logprobs, np.float32), np.asarray(episode.loss_mask) != 0
-    # A recorded journal may be newer than the weights that learn from it, and foreign tokens have no version.
-    lags = np.where(versions == NOT_SAMPLED, 0, np.maximum(version - versions, 0))
-    fresh = sampled & (lags <= (math.inf if max_staleness is None else max_staleness))
-    scored = fresh & np.isfinite(logprobs) & (versions != NOT_SAMPLED)
+    known = versions != NOT_SAMPLED  # foreign tokens have no version
+    fresh = sampled if max_staleness is None else sampled & (~known | (versions >= version - max_staleness))
+    scored = fresh & np.isfinite(logprobs) & known
     scored[:1] = False
-    beyond = slice(len(ids) if max_tokens is None else max_tokens, None)
-    too_long = int(scored[beyond].sum())
-    scored[beyond] = False
-    return Policy(ids, logprobs, sampled, fresh, scored, too_long, lags[sampled])
+    too_long = 0
+    if max_tokens is not None:
+        too_long = int(np.count_nonzero(scored[max_tokens:]))
+        scored[max_tokens:] = False
+    # A recorded journal may be newer than the weights that learn from it.
+    lags = np.maximum(version - versions[sampled], 0) * known[sampled]
+    return Policy(ids, logprobs, sampled, fresh, scored, too_long, lags)
 
 
 def integers(values: Sequence[int]) -> Ints:
     """As an array."""
-    return np.asarray(values, dtype=np.int64)
+    return np.asarray(values, dtype=np.int32)
 
 
 def recovery_of(episode: Episode, site: HintSite) -> HintSite | None:
@@ -163,18 +199,18 @@ def hint_context(
     if not 0 <= site.insert_at <= site.start < site.end <= len(episode.token_ids) or site.start < 1:
         return None
     ids = integers(episode.token_ids) if ids is None else ids
-    hint = integers(site.hint_ids)
     tokens = np.flatnonzero(fresh[site.start : site.end]) + site.start
     if not len(tokens):
         return None
-    hinted = np.concatenate([ids[: site.insert_at], hint, ids[site.insert_at : site.end]])
-    assert (ids[tokens] == hinted[tokens + len(hint)]).all(), (
-        "student and teacher must predict the same tokens"
+    logprobs = np.asarray(episode.logprobs, dtype=np.float32)[tokens]
+    versions = integers(episode.policy_versions)[tokens]
+    return HintContext(
+        prompt=ids[: site.insert_at],
+        hint=integers(site.hint_ids),
+        turn=ids[site.insert_at : site.end],
+        student_index=tokens - 1,
+        logprobs=np.where(np.isfinite(logprobs) & (versions != NOT_SAMPLED), logprobs, np.float32(np.nan)),
     )
-    logprobs = np.asarray(episode.logprobs[site.start : site.end], dtype=np.float32)
-    versions = np.asarray(episode.policy_versions[site.start : site.end])
-    known = np.where(np.isfinite(logprobs) & (versions != NOT_SAMPLED), logprobs, np.float32(np.nan))
-    return HintContext(hinted, tokens - 1, tokens - 1 + len(hint), known[tokens - site.start], site.insert_at)
 
 
 def pair_context(episode: Episode, pair: PreferencePair, ids: Ints | None = None) -> PairContext | None:
@@ -187,10 +223,7 @@ def pair_context(episode: Episode, pair: PreferencePair, ids: Ints | None = None
     if pair.chosen_ids == pair.rejected_ids:
         return None
     prompt = (integers(episode.token_ids) if ids is None else ids)[: pair.prompt_end]
-    chosen, rejected = (
-        np.concatenate([prompt, integers(response)]) for response in (pair.chosen_ids, pair.rejected_ids)
-    )
-    return PairContext(chosen, rejected, pair.prompt_end)
+    return PairContext(prompt, integers(pair.chosen_ids), integers(pair.rejected_ids))
 
 
 def cut_site(site: HintContext, max_tokens: int) -> HintContext | None:
@@ -199,22 +232,12 @@ def cut_site(site: HintContext, max_tokens: int) -> HintContext | None:
     Both contexts lose the same beginning, so that they still differ in nothing but the hint. The student's is
     then no part of the episode's row, and becomes a row of its own.
     """
-    lost = len(site.ids) - max_tokens
+    lost = len(site) - max_tokens
     if lost <= 0:
         return site
-    if lost > min(site.insert_at, int(site.student_index[0])):
+    if lost > min(len(site.prompt), int(site.student_index[0])):
         return None
-    ids, hint = site.ids[lost:], int(site.teacher_index[0] - site.student_index[0])
-    insert_at = site.insert_at - lost
-    student = np.concatenate([ids[:insert_at], ids[insert_at + hint :]])
-    return replace(
-        site,
-        ids=ids,
-        student_index=site.student_index - lost,
-        teacher_index=site.teacher_index - lost,
-        insert_at=insert_at,
-        student=student,
-    )
+    return replace(site, prompt=site.prompt[lost:], student_index=site.student_index - lost, is_cut=True)
 
 
 def cut_pair(pair: PairContext, max_tokens: int) -> PairContext | None:
@@ -222,12 +245,12 @@ def cut_pair(pair: PairContext, max_tokens: int) -> PairContext | None:
 
     Both sides lose the same beginning of their prompt.
     """
-    lost = max(map(len, pair.sequences)) - max_tokens
+    lost = len(pair) - max_tokens
     if lost <= 0:
         return pair
-    if lost >= pair.prompt_end:
+    if lost >= len(pair.prompt):
         return None
-    return PairContext(pair.chosen[lost:], pair.rejected[lost:], pair.prompt_end - lost, cut=True)
+    return replace(pair, prompt=pair.prompt[lost:], is_cut=True)
 
 
 def rows_of(
@@ -239,16 +262,12 @@ def rows_of(
 ) -> list[Row]:
     """The row of an episode, if a channel has a token in it, and one of its own for each context that is cut."""
     whole = row_of(
-        episode, advantage, policy, [s for s in sites if s.student is None], [p for p in pairs if not p.cut]
+        episode, advantage, policy, [s for s in sites if not s.is_cut], [p for p in pairs if not p.is_cut]
     )
     return [
         *([whole] if whole else []),
-        *(
-            _apart(s.student, int(s.student_index[-1]) + 1, sites=(s,))
-            for s in sites
-            if s.student is not None
-        ),
-        *(_apart(p.chosen, 0, pairs=(p,)) for p in pairs if p.cut),
+        *(_apart(s.student, int(s.student_index[-1]) + 1, sites=(s,)) for s in sites if s.is_cut),
+        *(_apart(p.prompt, 0, pairs=(p,)) for p in pairs if p.is_cut),
     ]
 
 

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hintloop.learner.packing import Ints, Packed, Tree, grow, pack, pad
+from hintloop.learner.packing import Ints, Packed, Path, Tree, grow, pack, pad
 from hintloop.learner.rows import Row
 
 
@@ -96,15 +96,18 @@ def _student_tree(row: Row) -> Tree:
     return grow(row.ids, _pair_paths(row), keep=row.keep)
 
 
-def _pair_paths(row: Row) -> list[Ints]:
+def _pair_paths(row: Row) -> list[Path]:
     """Two per pair. The last token of a response predicts nothing, so its state is not needed."""
-    return [ids[:-1] for pair in row.pairs for ids in pair.sequences]
+    return [Path(len(pair.prompt), ids[:-1]) for pair in row.pairs for ids in pair.responses]
 
 
 def _micro_batch(rows: list[Row], students: list[Tree], totals: Totals) -> MicroBatch:
     hinted, paired = [row for row in rows if row.sites], [row for row in rows if row.pairs]
-    teachers = [grow(row.ids, [site.ids[:-1] for site in row.sites]) for row in hinted]
+    teachers = [grow(row.ids, [Path(len(s.prompt), s.hinted[:-1]) for s in row.sites]) for row in hinted]
     references = [grow(row.ids, _pair_paths(row)) for row in paired]
+    targets = _flat(site.targets for row in rows for site in row.sites)
+    same = _flat(row.ids[site.student_index + 1] for row in rows for site in row.sites)
+    assert torch.equal(targets, same), "student and teacher must predict the same tokens"
     packed = pack(students)
     width = packed.ids.shape[1]
     pairs = [pair for row in paired for pair in row.pairs]
@@ -116,11 +119,11 @@ def _micro_batch(rows: list[Row], students: list[Tree], totals: Totals) -> Micro
         teacher=pack(teachers),
         student_index=_index((n, site.student_index) for n, row in enumerate(rows) for site in row.sites),
         teacher_index=_index(
-            (n, columns[site.teacher_index])
+            (n, tree.columns(number, site.teacher_index))
             for n, (tree, row) in enumerate(zip(teachers, hinted, strict=True))
-            for columns, site in zip(tree.columns, row.sites, strict=True)
+            for number, site in enumerate(row.sites)
         ),
-        site_targets=_flat(site.ids[site.teacher_index + 1] for row in rows for site in row.sites),
+        site_targets=targets,
         site_logprobs=torch.from_numpy(
             np.concatenate([np.zeros(0, np.float32), *(s.logprobs for row in rows for s in row.sites)])
         ),
@@ -128,13 +131,11 @@ def _micro_batch(rows: list[Row], students: list[Tree], totals: Totals) -> Micro
         reference=pack(references),
         pair_student_index=_response_index(students, rows),
         pair_reference_index=_response_index(references, paired),
-        pair_targets=_flat([ids[pair.prompt_end :] for pair in pairs for ids in pair.sequences]),
+        pair_targets=_flat(ids for pair in pairs for ids in pair.responses),
         pair_response=_flat(
-            [
-                np.full(len(ids) - pair.prompt_end, number + side * len(pairs))
-                for number, pair in enumerate(pairs)
-                for side, ids in enumerate(pair.sequences)
-            ]
+            np.full(len(ids), number + side * len(pairs))
+            for number, pair in enumerate(pairs)
+            for side, ids in enumerate(pair.responses)
         ),
         pairs=len(pairs),
         totals=totals,
@@ -144,9 +145,11 @@ def _micro_batch(rows: list[Row], students: list[Tree], totals: Totals) -> Micro
 def _response_index(trees: list[Tree], rows: list[Row]) -> Tensor:
     """The states of both responses of each pair, pair by pair."""
     return _index(
-        (number, columns[pair.prompt_end - 1 :])
+        (number, tree.columns(path, np.arange(start, start + len(ids))))
         for number, (tree, row) in enumerate(zip(trees, rows, strict=True))
-        for columns, pair in zip(tree.columns, [p for p in row.pairs for _ in p.sequences], strict=True)
+        for path, (start, ids) in enumerate(
+            (len(pair.prompt) - 1, ids) for pair in row.pairs for ids in pair.responses
+        )
     )
 
 

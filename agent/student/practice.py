@@ -19,7 +19,7 @@ from torch.nn.functional import huber_loss, kl_div, logsigmoid
 from hintloop.agent.student.attempts import Attempt, attempts
 from hintloop.agent.student.fit import Fit
 from hintloop.agent.student.traces import TraceMaker
-from hintloop.learner.packing import grow, pack
+from hintloop.learner.packing import Path, grow, pack
 
 TASKS_PER_ROUND = 64
 MAX_EMPTY_ROUNDS = 2
@@ -121,7 +121,7 @@ def logprobs(model: Any, turns: Sequence[Turn]) -> Said:
     The calls of a turn are branches of one row, which has the turn's context once.
     """
     trees = [
-        grow(np.array(context), [np.array(context + call) for call in calls], keep=len(context))
+        grow(np.array(context), [Path(len(context), np.array(call)) for call in calls], keep=len(context))
         for context, calls in turns
     ]
     packed = pack(trees)
@@ -129,15 +129,15 @@ def logprobs(model: Any, turns: Sequence[Turn]) -> Said:
         input_ids=packed.ids, attention_mask=packed.mask(), position_ids=packed.positions, use_cache=False
     ).last_hidden_state
     calls = [
-        (row, len(context), call, path)
+        (row, call, tree.columns(path, np.arange(len(context) - 1, len(context) + len(call) - 1)))
         for row, ((context, said), tree) in enumerate(zip(turns, trees, strict=True))
-        for call, path in zip(said, tree.columns, strict=True)
+        for path, call in enumerate(said)
     ]
-    lengths = [len(call) for _, _, call, _ in calls]
+    lengths = [len(call) for _, call, _ in calls]
     rows = np.repeat([row for row, *_ in calls], lengths)
-    columns = np.concatenate([path[start - 1 : start + len(call) - 1] for _, start, call, path in calls])
+    columns = np.concatenate([where for *_, where in calls])
     numbers = torch.from_numpy(np.repeat(np.arange(len(calls)), lengths))
     found = torch.log_softmax(model.lm_head(states[rows, columns]), -1)
-    tokens = torch.tensor([token for _, _, call, _ in calls for token in call])
+    tokens = torch.tensor([token for _, call, _ in calls for token in call])
     said = found.gather(1, tokens[:, None])[:, 0]
     return found, torch.zeros(len(calls)).index_add(0, numbers, said)

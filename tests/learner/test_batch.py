@@ -194,13 +194,14 @@ def test_a_cut_context_keeps_the_hint_and_the_turn_and_fills_the_cap(
             if cut is None:
                 assert len(needed) > cap or moved.insert_at == moved.start
                 continue
-            student = np.asarray(episode.token_ids) if cut.student is None else cut.student
-            assert (cut.student is None) == (moved.end + len(moved.hint_ids) <= cap)
-            assert len(cut.ids) == min(cap, moved.end + len(moved.hint_ids))
-            assert tuple(cut.ids[-len(needed) :].tolist()) == needed
+            student = cut.student if cut.is_cut else np.asarray(episode.token_ids)
+            ids = np.concatenate([cut.prompt, cut.hinted])
+            assert cut.is_cut == (moved.end + len(moved.hint_ids) > cap)
+            assert len(cut) == len(ids) == min(cap, moved.end + len(moved.hint_ids))
+            assert tuple(ids[-len(needed) :].tolist()) == needed
             target = list(episode.token_ids[moved.start : moved.end])
             assert student[cut.student_index + 1].tolist() == target
-            assert cut.ids[cut.teacher_index + 1].tolist() == target
+            assert ids[cut.teacher_index + 1].tolist() == cut.targets.tolist() == target
             assert cut.student_index.min() >= 0
         for pair in episode.pairs:
             sides = pair_context(episode, pair)
@@ -210,10 +211,11 @@ def test_a_cut_context_keeps_the_hint_and_the_turn_and_fills_the_cap(
             longest = max(len(pair.chosen_ids), len(pair.rejected_ids))
             assert (short is None) == (longest + 1 > cap)
             if short:
-                assert max(map(len, short.sequences)) == min(cap, pair.prompt_end + longest)
-                prompt = episode.token_ids[pair.prompt_end - short.prompt_end : pair.prompt_end]
-                assert tuple(short.chosen.tolist()) == prompt + pair.chosen_ids
-                assert tuple(short.rejected.tolist()) == prompt + pair.rejected_ids
+                assert len(short) == min(cap, pair.prompt_end + longest)
+                start = pair.prompt_end - len(short.prompt)
+                assert tuple(short.prompt.tolist()) == episode.token_ids[start : pair.prompt_end]
+                assert tuple(short.chosen.tolist()) == pair.chosen_ids
+                assert tuple(short.rejected.tolist()) == pair.rejected_ids
 
 
 def test_a_cut_site_and_a_cut_pair_become_rows_that_start_at_position_0() -> None:

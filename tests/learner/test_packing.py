@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hintloop.learner.packing import Packed, Tree, grow, pack, require_masks
+from hintloop.learner.packing import Packed, Path, Tree, grow, pack, require_masks
 
 from .factory import tiny_model
 
@@ -17,6 +17,11 @@ tokens = st.lists(st.integers(2, 4), min_size=1, max_size=12)
 
 def array(ids: list[int]) -> np.ndarray:
     return np.asarray(ids, dtype=np.int64)
+
+
+def common(one: list[int], two: list[int]) -> int:
+    """Length of the common beginning."""
+    return max(n for n in range(len(one) + 1) if one[:n] == two[:n])
 
 
 def states(model: torch.nn.Module, rows: Packed) -> torch.Tensor:
@@ -39,12 +44,15 @@ def test_states_and_gradients_are_those_of_plain_sequences(attention: str) -> No
         forks = (0, length // 2, length // 2, length)
         paths = [np.concatenate([trunk[:fork], random.integers(2, 48, 6)]) for fork in forks]
         paths.append(trunk[: length - 1])
-        trees.append(grow(trunk, paths, keep=length - 2))
+        shared = [random.integers(0, n + 1) for n in (*forks, length - 1)]
+        split = [Path(n, path[n:]) for n, path in zip(shared, paths, strict=True)]
+        trees.append(grow(trunk, split, keep=length - 2))
         sequences.append([*paths, trunk[: length - 2]])
     hidden = states(packed_model, pack(trees))
     loss = torch.zeros(())
     for row, (tree, plain) in enumerate(zip(trees, sequences, strict=True)):
-        columns = [*tree.columns, np.arange(len(plain[-1]))]
+        columns = [tree.columns(n, np.arange(len(path))) for n, path in enumerate(plain[:-1])]
+        columns.append(np.arange(len(plain[-1])))
         for where, ids in zip(columns, plain, strict=True):
             expected = plain_model.base_model(torch.from_numpy(ids)[None]).last_hidden_state[0]
             torch.testing.assert_close(hidden[row, where], expected, atol=1e-5, rtol=1e-5)
@@ -63,14 +71,16 @@ def test_a_tree_holds_each_path_and_no_more_than_it_must(
     trunk: list[int], paths: list[list[int]], data: st.DataObject
 ) -> None:
     keep = data.draw(st.integers(0, len(trunk)))
-    tree = grow(array(trunk), [array(path) for path in paths], keep=keep)
-    visible = (
-        pack([tree, Tree(*(np.zeros(len(tree) + 1, dtype=np.int64),) * 4, columns=())]).mask()[0, 0] == 0
-    )
-    assert list(tree.ids[:keep]) == trunk[:keep]
-    for path, columns in zip(paths, tree.columns, strict=True):
-        assert list(tree.ids[columns]) == path
-        assert list(tree.positions[columns]) == list(range(len(path)))
+    shared = [data.draw(st.integers(0, common(trunk, path))) for path in paths]
+    split = [Path(n, array(path[n:])) for n, path in zip(shared, paths, strict=True)]
+    tree = grow(array(trunk), split, keep=keep)
+    packed = pack([tree, Tree(np.zeros(len(tree) + 1, dtype=np.int64), (), ())])
+    visible = packed.mask()[0, 0] == 0
+    assert packed.ids[0, :keep].tolist() == trunk[:keep]
+    for number, path in enumerate(paths):
+        columns = tree.columns(number, np.arange(len(path)))
+        assert packed.ids[0, columns].tolist() == path
+        assert packed.positions[0, columns].tolist() == list(range(len(path)))
         for size, column in enumerate(columns, 1):
             assert visible[column].nonzero()[:, 0].tolist() == list(columns[:size])
     assert len(tree) <= keep + sum(map(len, paths))
@@ -79,11 +89,11 @@ def test_a_tree_holds_each_path_and_no_more_than_it_must(
 
 def test_a_path_along_the_trunk_costs_nothing() -> None:
     trunk = np.arange(2, 12)
-    tree = grow(trunk, [trunk[:4], np.array([2, 3, 40, 41])])
-    assert tree.ids.tolist() == [2, 3, 4, 5, 40, 41]
-    assert tree.branch.tolist() == [0, 0, 0, 0, 2, 2]
-    assert tree.fork.tolist() == [0, 0, 0, 0, 2, 2]
-    assert tree.positions.tolist() == [0, 1, 2, 3, 2, 3]
+    row = pack([grow(trunk, [Path(1, trunk[1:4]), Path(0, np.array([2, 3, 40, 41]))])])
+    assert row.ids[0].tolist() == [2, 3, 4, 5, 40, 41]
+    assert row.branch[0].tolist() == [0, 0, 0, 0, 2, 2]
+    assert row.fork[0].tolist() == [0, 0, 0, 0, 2, 2]
+    assert row.positions[0].tolist() == [0, 1, 2, 3, 2, 3]
 
 
 def test_an_attention_that_takes_no_mask_is_refused() -> None:

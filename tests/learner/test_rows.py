@@ -38,13 +38,14 @@ def test_student_and_teacher_predict_the_same_tokens_of_the_failing_turn(
         assert row is not None
         ids = np.asarray(episode.token_ids)
         assert list(ids[row.student_index + 1]) == list(episode.token_ids[site.start : site.end])
-        assert list(row.ids[row.teacher_index + 1]) == list(episode.token_ids[site.start : site.end])
+        hinted = np.concatenate([row.prompt, row.hinted])
+        assert list(hinted[row.teacher_index + 1]) == list(episode.token_ids[site.start : site.end])
         teacher_context = episode.token_ids[: site.insert_at] + site.hint_ids
         assert (
-            tuple(row.ids[: row.teacher_index[0] + 1])
+            tuple(hinted[: row.teacher_index[0] + 1])
             == teacher_context + episode.token_ids[site.insert_at : site.start]
         )
-        assert len(row.ids) == site.end + hint
+        assert len(row) == len(hinted) == site.end + hint
 
 
 @given(rewards=st.lists(st.none() | st.floats(-2, 2), max_size=8))
