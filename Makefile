@@ -15,11 +15,13 @@ test: $(READY)
 check: $(READY)
 	.ci/check
 
-# torch first, in its exact version: a range would admit a build with gigabytes of CUDA.
+# torch first, in its exact version: a range would admit a build with gigabytes of CUDA. Liger, to which tests compare
+# our losses, alone: what it asks for is for GPUs.
 $(READY): pyproject.toml
 	$(PYTHON) -m venv $(VENV)
 	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check torch==2.13.0
 	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check -e '.[train,dev]'
+	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps liger-kernel==0.8.5
 	touch $@
 
 clean:

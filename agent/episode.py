@@ -10,9 +10,9 @@ import contextlib
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
-from hintloop.agent.engine import Engine, EngineError, Sampling
+from hintloop.agent.engine import Engine, EngineError, Sample, Sampling
 from hintloop.agent.policy import ChatFormat
 from hintloop.agent.transcript import EpisodeNotes, EpisodeSpec, Transcript, TurnEvent
 from hintloop.envs.client import EnvironmentLost
@@ -34,6 +34,10 @@ __all__ = [
 
 Observer = Callable[[TurnEvent], None]
 """Called after each turn; must return at once."""
+Keep = Literal["no", "on_error", "always"]
+"""As ``ToolCall.keep``."""
+Keeper = Callable[[int, Sample, Sequence[ToolCall]], Keep]
+"""Called before the calls of an assistant turn (from 0) are made: is the state before them to be kept for trials?"""
 
 
 class Stepped(Protocol):
@@ -83,11 +87,16 @@ class Player:
     hint_role: str = "system"
 
     async def play(
-        self, env: Environment, spec: EpisodeSpec, sampling: Sampling, observe: Observer | None = None
+        self,
+        env: Environment,
+        spec: EpisodeSpec,
+        sampling: Sampling,
+        observe: Observer | None = None,
+        keep: Keeper | None = None,
     ) -> Played:
         """Play one episode. Raises ``EpisodeLost``."""
         try:
-            return await self._play(env, spec, sampling, observe)
+            return await self._play(env, spec, sampling, observe, keep)
         except EngineError as error:
             raise EpisodeLost("engine", str(error)) from error
         except EnvironmentLost as error:
@@ -98,7 +107,12 @@ class Player:
                 await self.engine.end_session(spec.episode_id)
 
     async def _play(
-        self, env: Environment, spec: EpisodeSpec, sampling: Sampling, observe: Observer | None
+        self,
+        env: Environment,
+        spec: EpisodeSpec,
+        sampling: Sampling,
+        observe: Observer | None,
+        keep: Keeper | None,
     ) -> Played:
         opened = await env.reset(task_id=spec.task_id, episode_id=spec.episode_id)
         task = _task_of(opened.observation)
@@ -117,7 +131,8 @@ class Player:
             calls = log.add_sample(sample)
             if sample.finish_reason == "length" and limit == room:
                 break
-            results = await _run_calls(env, calls)
+            kept = "no" if keep is None else keep(log.conversation.num_turns - 1, sample, calls)
+            results = await _run_calls(env, calls, kept)
             event = log.turn_done(calls, [step.observation for step in results])
             if observe is not None:
                 observe(event)
@@ -170,11 +185,12 @@ def _check_infra(observation: ToolResult) -> None:
         raise EpisodeLost("sandbox", f"{error.kind}: {error.message}")
 
 
-async def _run_calls(env: Environment, calls: Sequence[ToolCall]) -> list[Stepped]:
+async def _run_calls(env: Environment, calls: Sequence[ToolCall], keep: Keep) -> list[Stepped]:
     """Run the calls of one turn in order, until the episode is over."""
     results: list[Stepped] = []
     for call in calls:
-        results.append(await env.step(call))
+        first = keep != "no" and not results
+        results.append(await env.step(call.model_copy(update={"keep": keep}) if first else call))
         _check_infra(results[-1].observation)
         if results[-1].done:
             break

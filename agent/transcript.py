@@ -44,6 +44,10 @@ class TurnEvent:
     calls: tuple[ToolCall, ...]
     errors: tuple[ToolError, ...]
     sampled_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    """Of the sampled tokens, nats."""
+    step: int
+    """Number of the turn's first call among all calls of the episode, from 1."""
     ended: bool
     """The turn ends with an end-of-turn token; False when it was cut for its length."""
     text: str
@@ -79,6 +83,7 @@ class Transcript:
         self._kinds: Counter[str] = Counter()
         self._dropped: Counter[str] = Counter()
         self._render_failures = 0
+        self._steps = 0
         closed = chat.renderer.render(messages, tools=tools or None)
         self._prompt_tokens = self.conversation.prompt_end(0) - len(closed.token_ids)
         for number, message in enumerate(messages):
@@ -135,6 +140,7 @@ class Transcript:
                 )
             )
         self._add_messages(calls[: len(results)], results)
+        self._steps += len(results)
         return TurnEvent(
             spec=self.spec,
             conversation=self.conversation,
@@ -145,6 +151,8 @@ class Transcript:
             calls=tuple(calls),
             errors=errors,
             sampled_ids=self._sampled[-1].token_ids,
+            logprobs=self._sampled[-1].logprobs,
+            step=self._steps + 1 - len(results),
             ended=self._sampled[-1].finish_reason == "stop",
             text=self.turns[index].text,
         )

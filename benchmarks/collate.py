@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import statistics
 import time
 
@@ -68,7 +69,7 @@ def episode(
 
 def episode_groups(args: argparse.Namespace, vocabulary: int = VOCABULARY) -> list[list[Episode]]:
     """``args.groups`` groups of ``args.size`` episodes."""
-    random, extras = np.random.default_rng(0), (args.sites, args.pairs)
+    random, extras = np.random.default_rng(0), (math.ceil(args.sites), math.ceil(args.pairs))
     return [
         [
             episode(f"e{g}-{n}", f"g{g}", random, args.tokens, extras, vocabulary=vocabulary)

@@ -21,9 +21,10 @@ from pathlib import Path
 
 from hintloop.envs.client import CodingEnvClient, EnvPool
 from hintloop.envs.models import ToolCall
+from hintloop.envs.registry import register_taskset
 from hintloop.envs.sandbox.local import LocalProvider
 from hintloop.envs.server import serve
-from hintloop.envs.task import Case, FunctionTests, Task, register_taskset
+from hintloop.envs.task import Case, FunctionTests, Task
 
 PATH = "solution.py"
 TEXT = "def double(x):\n    y = x\n    for _ in range(1):\n        y += x\n    return y\n"

@@ -1,6 +1,6 @@
 """Time of an optimizer step with all three channels, over one with the reward alone, on the same episodes.
 
-python benchmarks/step_cost.py --sites 1 --pairs 1 --rounds 5
+python benchmarks/step_cost.py --sites 1 --pairs 0.5 --rounds 5
 """
 
 from __future__ import annotations
@@ -56,8 +56,8 @@ def step_seconds(groups: Any, args: argparse.Namespace, channels: dict[str, floa
     rules = BatchRules(
         VOCABULARY,
         config.micro_batches,
-        max_sites=number * args.sites if config.alpha_sdpo else 0,
-        max_pairs=number * args.pairs if config.beta_replay else 0,
+        max_sites=round(number * args.sites) if config.alpha_sdpo else 0,
+        max_pairs=round(number * args.pairs) if config.beta_replay else 0,
     )
     torch.manual_seed(0)
     model, clock = new_model(VOCABULARY, end_of_turn=1), Clock()
@@ -86,8 +86,8 @@ def main() -> None:
     parser.add_argument("--groups", type=int, default=4)
     parser.add_argument("--size", type=int, default=8, help="episodes of a group")
     parser.add_argument("--tokens", type=int, default=400, help="tokens of an episode")
-    parser.add_argument("--sites", type=int, default=1, help="hint sites of an episode")
-    parser.add_argument("--pairs", type=int, default=1, help="preference pairs of an episode")
+    parser.add_argument("--sites", type=float, default=1.0, help="hint sites per episode")
+    parser.add_argument("--pairs", type=float, default=0.5, help="preference pairs per episode")
     parser.add_argument("--micro-batches", type=int, default=8)
     parser.add_argument("--steps", type=int, default=4, help="steps of a measurement")
     parser.add_argument("--rounds", type=int, default=3)

@@ -14,7 +14,7 @@ from pathlib import Path
 from types import NoneType
 from typing import Any, Literal, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from hintloop.cli import toml
 from hintloop.cli.errors import UserError
@@ -30,6 +30,8 @@ TWINS = (
 DEFAULT_PRESET = "laptop"
 EXPERT = "expert"
 """Name of the scripted expert among the teachers, and its model's."""
+EXPERT_TASKS = "bugfix"
+"""The task set that it knows."""
 
 Layer = dict[str, dict[str, Any]]
 
@@ -63,14 +65,23 @@ class StudentSection(_Section):
 class EnvSection(_Section):
     """The environment server."""
 
-    taskset: str = "bugfix"
-    """Task set that tasks come from; ``hintloop tasks list`` names them."""
+    tasks: str = "bugfix"
+    """Where tasks come from: a set that ``hintloop tasks list`` names, a folder of tasks, or a Python file."""
+    sandbox: Literal["local", "docker", "docker+gvisor"] = "local"
+    """What the agent's programs run in; ``hintloop doctor`` says what works here."""
     host: str = "127.0.0.1"
     """Address to listen on. There is no authentication: keep to loopback or a private network."""
     port: int = Field(default=0, ge=0, le=65535)
     """Port to listen on; 0 takes a free one."""
     max_sessions: int = Field(default=64, ge=1)
     """Episodes that the server plays at the same time at most."""
+
+    @field_validator("tasks")
+    @classmethod
+    def _absolute(cls, tasks: str) -> str:
+        """A path means the same in every process and in a run that goes on from elsewhere."""
+        is_path = "/" in tasks or tasks.endswith(".py")
+        return str(Path(tasks).expanduser().absolute()) if is_path else tasks
 
 
 class TeachersSection(TeachersConfig):
@@ -114,6 +125,11 @@ class Config(_Section):
         for left, right in TWINS:
             if self.value(left) != self.value(right):
                 raise ValueError(f"{left} is {self.value(left)}, but {right} is {self.value(right)}")
+        if self.teachers.scripted and self.env.tasks != EXPERT_TASKS:
+            raise ValueError(
+                f"teachers.scripted is for the {EXPERT_TASKS} tasks only, which the scripted expert knows; "
+                "set teachers.scripted=false"
+            )
         if self.learner.publish_every > self.rollout.max_staleness + 1:
             raise ValueError(
                 "rollout.max_staleness must be at least learner.publish_every - 1, or both sides would wait "

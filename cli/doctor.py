@@ -88,7 +88,7 @@ def _docker() -> dict[str, Any]:
         engine = Engine()
         with contextlib.closing(engine):
             runtimes = ", ".join(engine.runtimes())
-            if not engine.has_image(IMAGE):
+            if engine.find_image(IMAGE) is None:
                 return _row("docker sandboxes", f"runtimes {runtimes}; no image {IMAGE}", "weak")
     except SandboxDead as error:
         installed = "not running" if shutil.which("dockerd") or shutil.which("docker") else "not installed"

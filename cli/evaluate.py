@@ -11,11 +11,12 @@ from typing import Any
 from hintloop.agent.episode import Player
 from hintloop.cli.config import Config
 from hintloop.cli.model import prepare_student
+from hintloop.cli.play import env_options
 from hintloop.cli.runfolder import RunFolder
 from hintloop.cli.supervise import ChildFailed, ChildSpec, Supervisor
 from hintloop.envs.client import EnvPool
-from hintloop.envs.task import load_taskset
-from hintloop.rollout.evaluate import Evaluation, draw_tasks
+from hintloop.envs.registry import find_taskset
+from hintloop.rollout.evaluate import Evaluation, draw_tasks, held_out
 from hintloop.rollout.run import load_local_agent
 from hintloop.rollout.weights import Fetched
 
@@ -35,7 +36,7 @@ def evaluate_model(config: Config) -> list[dict[str, Any]]:
 
 def _start_server(supervisor: Supervisor, folder: RunFolder, config: Config) -> str:
     ready = folder.path / "env.url"
-    options = ["--port", "0", "--max-sessions", str(config.env.max_sessions), "--ready-file", str(ready)]
+    options = [*env_options(config.env, port=0), "--ready-file", str(ready)]
     command = [sys.executable, "-m", "hintloop.cli.main", "serve", "env", *options]
     supervisor.start(ChildSpec("env", command, folder.log("env"), server=True))
     try:
@@ -46,14 +47,15 @@ def _start_server(supervisor: Supervisor, folder: RunFolder, config: Config) -> 
 
 async def _evaluate(config: Config, student: Path, run_dir: Path, url: str) -> list[dict[str, Any]]:
     rollout, settings = config.rollout, config.evaluation
-    splits = load_taskset(config.env.taskset).splits()
+    found = find_taskset(config.env.tasks)
+    held = held_out(found.splits(), settings.splits, rollout.split)
     version = Fetched(version=0, folder=student, final=True, metadata={})
     agent = await asyncio.to_thread(load_local_agent, version, config=rollout, seed=config.run.seed)
     pool = EnvPool(url, size=settings.in_flight)
     evaluation = Evaluation(
         run_dir=run_dir,
         tasks={
-            name: draw_tasks(splits[name], settings.num_tasks, config.run.seed) for name in settings.splits
+            name: draw_tasks(tasks, settings.num_tasks, config.run.seed) for name, tasks in held.items()
         },
         temperatures=settings.temperatures,
         max_new_tokens=rollout.max_new_tokens,
@@ -64,7 +66,7 @@ async def _evaluate(config: Config, student: Path, run_dir: Path, url: str) -> l
         engine=agent.engine,
         chat=agent.chat,
         model=config.student.model,
-        env=config.env.taskset,
+        env=found.name,
         max_tokens=rollout.max_tokens,
         hint_role=rollout.hint_role,
     )

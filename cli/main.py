@@ -11,9 +11,10 @@ from typing import Annotated
 import typer
 from typer.exceptions import TyperException
 
-from hintloop.cli import parts, student, tasks
+from hintloop.cli import parts, sim, student, tasks, traces
 from hintloop.cli.errors import ERROR_PREFIX, UserError, is_expected, report_line
-from hintloop.cli.options import AsJson, Assignments, ConfigFile, Preset
+from hintloop.cli.options import AsJson, Assignments, ConfigFile, Preset, TaskSource
+from hintloop.cli.view.command import view
 
 EXIT_USER_ERROR = 2
 EXIT_BROKEN_PIPE = 141
@@ -28,9 +29,12 @@ app = typer.Typer(
 app.add_typer(parts.serve_app, name="serve")
 app.add_typer(tasks.app, name="tasks")
 app.add_typer(student.app, name="student")
+app.add_typer(traces.app, name="traces")
 app.command()(parts.rollout)
 app.command()(parts.learn)
 app.command()(parts.evaluate)
+app.command("sim-engine")(sim.sim_engine)
+app.command()(view)
 
 Run = Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a run, such as runs/NAME.")]
 
@@ -42,6 +46,7 @@ def play(
     assignments: Assignments = None,
     name: Annotated[str | None, typer.Option(help="Name of the run folder.")] = None,
     seed: Annotated[int | None, typer.Option(help="Same as --set run.seed=SEED.")] = None,
+    task_source: TaskSource = None,
     resume: Annotated[Path | None, typer.Option(metavar="RUN", help="Go on with a run.")] = None,
 ) -> None:
     """Run the whole loop on this machine and report what it brought.
@@ -52,12 +57,12 @@ def play(
     from hintloop.cli.config import DEFAULT_PRESET, load_config
 
     if resume is not None:
-        if preset or config or assignments or name or seed is not None:
+        if preset or config or assignments or name or seed is not None or task_source:
             raise UserError("--resume goes on with the settings of the run; give no other options")
         folder, settings = playing.old_run(resume)
     else:
         chosen = preset or DEFAULT_PRESET
-        values = {"run.name": name, "run.seed": seed}
+        values = {"run.name": name, "run.seed": seed, "env.tasks": task_source}
         settings = load_config(
             preset=chosen,
             file=config,

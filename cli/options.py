@@ -14,4 +14,13 @@ Assignments = Annotated[
     typer.Option("--set", metavar="SECTION.KEY=VALUE", help="One setting; may be repeated. Wins over files."),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
+TaskSource = Annotated[
+    str | None,
+    typer.Option("--tasks", metavar="SET|PATH", help="Task set, folder of tasks, or Python file; sets env.tasks."),
+]
 ReadyFile = Annotated[Path | None, typer.Option(help="File that gets the URL once connections are accepted.")]
+
+
+def tasks_setting(source: str | None) -> dict[str, str]:
+    """The setting that ``--tasks`` stands for."""
+    return {} if source is None else {"env.tasks": source}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from dataclasses import asdict
@@ -11,7 +12,15 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from hintloop.cli.errors import UserError
-from hintloop.cli.options import AsJson, Assignments, ConfigFile, Preset, ReadyFile
+from hintloop.cli.options import (
+    AsJson,
+    Assignments,
+    ConfigFile,
+    Preset,
+    ReadyFile,
+    TaskSource,
+    tasks_setting,
+)
 
 if TYPE_CHECKING:
     from hintloop.cli.config import Config
@@ -19,7 +28,8 @@ if TYPE_CHECKING:
 
 EXIT_STOPPED = 130
 """A signal ended it before it was done."""
-EXPERT_TASKSET = "bugfix"
+SANDBOX_POOL = 8
+"""Sandboxes kept ready at most, where starting one takes long."""
 
 serve_app = typer.Typer(no_args_is_help=True, help="Servers of the loop.")
 
@@ -40,18 +50,42 @@ def serve_env(
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port; 0 takes a free one.")] = 8000,
     max_sessions: Annotated[int, typer.Option(min=1, help="Episodes at the same time at most.")] = 64,
+    task_sources: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--tasks", metavar="SET|PATH", help="Folder or Python file with tasks; may be repeated."
+        ),
+    ] = None,
+    sandbox: Annotated[str, typer.Option(help="local, docker or docker+gvisor.")] = "local",
+    web: Annotated[bool, typer.Option("--web", help="Also serve a page at /web to play by hand.")] = False,
     ready_file: ReadyFile = None,
 ) -> None:
     """Serve the coding environment (OpenEnv over WebSocket), each episode in a sandbox of its own.
 
-    Example: `hintloop serve env --port 8000`
+    The bundled task sets are always there. Example: `hintloop serve env --port 8000 --tasks mytasks`
     """
-    from hintloop.envs.sandbox.local import LocalProvider
+    from hintloop.envs.mcp_tools import DEFAULT_TASKSET
+    from hintloop.envs.registry import find_taskset
+    from hintloop.envs.sandbox.providers import open_provider
     from hintloop.envs.server import serve
 
     _log_to_stderr()
-    with LocalProvider() as provider:
-        serve(provider, host=host, port=port, max_sessions=max_sessions, ready_file=ready_file)
+    names = [find_taskset(place).name for place in task_sources or ()]
+    if web:
+        os.environ["ENABLE_WEB_INTERFACE"] = "true"  # how OpenEnv is told
+        os.environ.setdefault("GRADIO_ANALYTICS_ENABLED", "False")  # nothing is told to its makers
+    provider = open_provider(sandbox, pool=min(max_sessions, SANDBOX_POOL))
+    try:
+        serve(
+            provider,
+            host=host,
+            port=port,
+            taskset=names[0] if names else DEFAULT_TASKSET,
+            max_sessions=max_sessions,
+            ready_file=ready_file,
+        )
+    finally:
+        provider.close()
 
 
 @serve_app.command("expert")
@@ -64,12 +98,13 @@ def serve_expert(
 
     Example: `hintloop serve expert --port 8001`
     """
-    from hintloop.envs.task import load_taskset
+    from hintloop.cli.config import EXPERT_TASKS
+    from hintloop.envs.registry import load_taskset
     from hintloop.envs.tasksets.bugfix.expert import next_call
     from hintloop.rollout.expert_server import serve
 
     _log_to_stderr()
-    load_taskset(EXPERT_TASKSET)  # takes a second; not at the first question
+    load_taskset(EXPERT_TASKS)  # takes a second; not at the first question
     serve(next_call, host=host, port=port, ready_file=ready_file)
 
 
@@ -81,6 +116,7 @@ def rollout(
     expert_url: Annotated[
         str | None, typer.Option(metavar="URL", help="Server of the scripted expert.")
     ] = None,
+    task_source: TaskSource = None,
     preset: Preset = None,
     config: ConfigFile = None,
     assignments: Assignments = None,
@@ -89,21 +125,24 @@ def rollout(
 
     Example: `hintloop rollout --run runs/one --env-url http://127.0.0.1:8000`
     """
-    from hintloop.envs.task import load_taskset
+    from hintloop.envs.registry import find_taskset
     from hintloop.rollout.run import run_rollout
 
     _log_to_stderr()
-    folder, settings = _run_of(run, preset, config, assignments, part="rollout")
+    folder, settings = _run_of(
+        run, preset, config, assignments, part="rollout", values=tasks_setting(task_source)
+    )
     if settings.teachers.scripted and expert_url is None:
         raise UserError("teachers.scripted needs --expert-url, the address of `hintloop serve expert`")
+    found = find_taskset(settings.env.tasks)
     summary = run_rollout(
         run_dir=folder.path,
         journal_uri=journal or str(folder.journal),
         weights_uri=weights or str(folder.weights),
         env_url=env_url,
-        splits=load_taskset(settings.env.taskset).splits(),
+        splits=found.splits(),
         model=settings.student.model,
-        env=settings.env.taskset,
+        env=found.name,
         seed=settings.run.seed,
         config=settings.rollout,
         evaluation=settings.evaluation,
@@ -178,6 +217,7 @@ def evaluate(
     model: Annotated[
         str, typer.Argument(help="student-tiny, a model folder, or owner/name on the hub.")
     ] = "student-tiny",
+    task_source: TaskSource = None,
     preset: Preset = None,
     config: ConfigFile = None,
     assignments: Assignments = None,
@@ -192,7 +232,7 @@ def evaluate(
     from hintloop.cli.output import show
 
     _log_to_stderr()
-    values = {"student.model": model}
+    values = {"student.model": model, **tasks_setting(task_source)}
     settings = load_config(preset=preset, file=config, assignments=assignments or (), values=values)
     show(evaluate_model(settings), as_json=as_json)
 

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from hintloop.cli.config import Config, load_config
+from hintloop.cli.config import Config, EnvSection, load_config
 from hintloop.cli.display import Display
 from hintloop.cli.errors import ERROR_PREFIX, TRACEBACK, UserError
 from hintloop.cli.model import prepare_student
@@ -105,12 +105,17 @@ def _start(supervisor: Supervisor, folder: RunFolder, config: Config) -> None:
 
 
 def _servers(folder: RunFolder, config: Config) -> list[ChildSpec]:
-    env = config.env
-    options = ["--host", env.host, "--port", str(env.port), "--max-sessions", str(env.max_sessions)]
+    options = ["--host", config.env.host, *env_options(config.env, port=config.env.port)]
     made = [_spec(folder, "env", ["serve", "env", *options], threads=1, server=True)]
     if config.teachers.scripted:
         made.append(_spec(folder, "expert", ["serve", "expert", "--port", "0"], threads=1, server=True))
     return made
+
+
+def env_options(env: EnvSection, *, port: int) -> list[str]:
+    """The options of ``hintloop serve env`` for a config, all but the address."""
+    options = ["--port", str(port), "--max-sessions", str(env.max_sessions)]
+    return [*options, "--tasks", env.tasks, "--sandbox", env.sandbox]
 
 
 def _learner(folder: RunFolder, config: Config) -> ChildSpec:

@@ -1,7 +1,8 @@
-"""``hintloop tasks``: what there is to solve."""
+"""``hintloop tasks``: what there is to solve, a new task of one's own, and whether tasks are fit for training."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -10,17 +11,28 @@ from hintloop.cli.errors import UserError
 from hintloop.cli.options import AsJson
 
 if TYPE_CHECKING:
-    from hintloop.envs.task import Task
+    from hintloop.envs.task import Task, TaskSet, Tests
 
-app = typer.Typer(no_args_is_help=True, help="The registered tasks.")
+EXIT_UNFIT = 1
+"""``check`` found something."""
+
+app = typer.Typer(no_args_is_help=True, help="Tasks: list them, show one, make one, prove them.")
+
+Place = Annotated[
+    str, typer.Argument(metavar="SET|PATH", help="A task set's name, a folder of tasks, or a Python file.")
+]
+Split = Annotated[str | None, typer.Option(help="Only the tasks of this split.")]
 
 
 @app.command("list")
 def list_tasks(
-    taskset: Annotated[
-        str | None, typer.Argument(metavar="SET", help="A task set, to list its tasks.")
+    place: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="[SET|PATH]", help="A task set's name, folder or Python file, to list its tasks."
+        ),
     ] = None,
-    split: Annotated[str | None, typer.Option(help="Only the tasks of this split.")] = None,
+    split: Split = None,
     as_json: AsJson = False,
 ) -> None:
     """List the task sets, or the tasks of one.
@@ -28,53 +40,148 @@ def list_tasks(
     Example: `hintloop tasks list bugfix --split heldfn`
     """
     from hintloop.cli.output import show
-    from hintloop.envs.task import load_taskset, taskset_names
+    from hintloop.envs.registry import taskset_names
 
-    if taskset is None:
-        sets = [load_taskset(name) for name in taskset_names()]
-        show(
-            [
-                {"set": each.name, "split": name, "tasks": len(ids), "about": each.description}
-                for each in sets
-                for name, ids in each.splits().items()
-            ],
-            as_json=as_json,
-        )
+    if place is None:
+        show([row for name in taskset_names() for row in _set_rows(name)], as_json=as_json)
         return
-    splits = load_taskset(taskset).splits()
-    if split is not None and split not in splits:
-        raise UserError(f"task set {taskset!r} has no split {split!r}; it has {', '.join(splits)}")
-    chosen = {name: ids for name, ids in splits.items() if split in (None, name)}
+    chosen = _chosen(_find(place), split)
     show([{"task": task, "split": name} for name, ids in chosen.items() for task in ids], as_json=as_json)
 
 
 @app.command("show")
 def show_task(
-    task_id: Annotated[str, typer.Argument(metavar="TASK", help="A task id.")],
+    task_id: Annotated[str, typer.Argument(metavar="TASK", help="A task id, or the folder of a task.")],
     solution: Annotated[bool, typer.Option("--solution", help="Show the reference solution, too.")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Show one task: what the agent is told, its files, and the tests that it may run.
 
-    Example: `hintloop tasks show bugfix/add_all.0.0`
+    Example: `hintloop tasks show bugfix/add-add-all.0.0`
     """
     from hintloop.cli.output import show_json
-    from hintloop.envs.task import get_task
 
-    task = get_task(task_id)
+    task = _tasks_at(task_id, None)[0]
     if as_json:
         show_json(_facts(task, solution=solution))
         return
-    solved = {f"{path} (solution)": text for path, text in task.solution.items()} if solution else {}
     typer.echo(f"{task.task_id}\n\n{task.instruction}")
-    for path, text in (task.files | solved).items():
+    shown = task.files | (_solution_files(task) if solution else {})
+    for path, text in shown.items():
         typer.echo(f"\n--- {path}\n{text}")
-    typer.echo(
-        f"\n--- visible tests of {task.tests.function} (the reward comes from {len(task.tests.hidden)} cases)"
-    )
-    for case in task.tests.visible:
-        arguments = ", ".join(repr(argument) for argument in case.args)
-        typer.echo(f"{task.tests.function}({arguments}) == {case.expected!r}")
+    typer.echo(f"\n--- visible tests\n{_visible(task.tests)}")
+
+
+@app.command("new")
+def new_task(
+    name: Annotated[
+        str, typer.Argument(metavar="NAME", help="Folder to make; its last part names the task.")
+    ],
+    kind: Annotated[str, typer.Option(help="fix: mend given code; write: from an empty folder.")] = "fix",
+) -> None:
+    """Make the folder of a task that works: instruction, files, hidden tests, reference solution.
+
+    Example: `hintloop tasks new mytasks/discount --kind fix`
+    """
+    from hintloop.envs.skeleton import write_skeleton
+
+    folder = Path(name)
+    try:
+        write_skeleton(folder, kind)
+    except (ValueError, FileExistsError) as error:
+        raise UserError(str(error)) from error
+    typer.echo(f"made {folder}; prove it with: hintloop tasks check {folder}")
+
+
+@app.command("check")
+def check_tasks(
+    place: Annotated[
+        str,
+        typer.Argument(
+            metavar="SET|PATH|TASK", help="A task set, a folder of tasks or of one, or a task id."
+        ),
+    ],
+    split: Split = None,
+    limit: Annotated[int | None, typer.Option(min=1, help="Only the first tasks.")] = None,
+    times: Annotated[int, typer.Option(min=1, help="Gradings of the solution, and of doing nothing.")] = 3,
+    sandbox: Annotated[str, typer.Option(help="local, docker or docker+gvisor.")] = "local",
+    jobs: Annotated[int, typer.Option(min=1, help="Tasks at the same time.")] = 2,
+    as_json: AsJson = False,
+) -> None:
+    """Prove tasks before training on them: the solution passes, doing nothing fails, nothing leaks, every time.
+
+    Exit code 1 when a check fails. Example: `hintloop tasks check mytasks --times 5`
+    """
+    from hintloop.cli.check import check_all, show_findings
+
+    tasks = _tasks_at(place, split)[:limit]
+    findings = check_all(tasks, sandbox=sandbox, times=times, jobs=jobs)
+    show_findings(findings, as_json=as_json)
+    if not all(finding.passed for finding in findings):
+        raise typer.Exit(EXIT_UNFIT)
+
+
+def _set_rows(name: str) -> list[dict[str, object]]:
+    """One row per split; a set whose data is not on this machine says so instead."""
+    from hintloop.envs.registry import load_taskset
+
+    try:
+        found = load_taskset(name)
+    except ValueError as error:
+        return [{"set": name, "split": None, "tasks": None, "about": str(error)}]
+    return [
+        {"set": name, "split": split, "tasks": len(ids), "about": found.description}
+        for split, ids in found.splits().items()
+    ]
+
+
+def _find(place: str) -> TaskSet:
+    from hintloop.envs.registry import find_taskset
+
+    try:
+        return find_taskset(place)
+    except KeyError as error:
+        raise UserError(error.args[0]) from error
+    except (ValueError, OSError) as error:
+        raise UserError(str(error)) from error
+
+
+def _chosen(found: TaskSet, split: str | None) -> dict[str, list[str]]:
+    splits = {name: list(ids) for name, ids in found.splits().items()}
+    if split is not None and split not in splits:
+        raise UserError(f"task set {found.name!r} has no split {split!r}; it has {', '.join(splits)}")
+    return {name: ids for name, ids in splits.items() if split in (None, name)}
+
+
+def _tasks_at(place: str, split: str | None) -> list[Task]:
+    """The tasks of a set, or one task by its id."""
+    from hintloop.envs.registry import get_task, taskset_names
+
+    if place.partition("/")[0] in taskset_names() and "/" in place and not Path(place).exists():
+        return [get_task(place)]
+    found = _find(place)
+    tasks = [found.get(task_id) for ids in _chosen(found, split).values() for task_id in ids]
+    if not tasks:
+        raise UserError(f"no tasks in {place}")
+    return tasks
+
+
+def _solution_files(task: Task) -> dict[str, str]:
+    files = task.solution if isinstance(task.solution, dict) else task.solution.files
+    return {f"{path} (solution)": text for path, text in files.items()}
+
+
+def _visible(tests: Tests) -> str:
+    from hintloop.envs.task import AssertTests, FunctionTests
+
+    if isinstance(tests, AssertTests):
+        return tests.visible
+    if not isinstance(tests, FunctionTests):
+        return tests.visible or "none"
+    calls = [
+        f"{tests.function}({', '.join(map(repr, case.args))}) == {case.expected!r}" for case in tests.visible
+    ]
+    return "\n".join([*calls, f"(the reward comes from {len(tests.hidden)} cases)"])
 
 
 def _facts(task: Task, *, solution: bool) -> dict[str, object]:
@@ -82,10 +189,9 @@ def _facts(task: Task, *, solution: bool) -> dict[str, object]:
         "task_id": task.task_id,
         "instruction": task.instruction,
         "files": task.files,
-        "function": task.tests.function,
-        "visible": [{"args": case.args, "expected": case.expected} for case in task.tests.visible],
-        "hidden_tests": len(task.tests.hidden),
+        "tests": type(task.tests).__name__,
+        "visible": _visible(task.tests),
         "max_turns": task.max_turns,
         "metadata": task.metadata,
-        **({"solution": task.solution} if solution else {}),
+        **({"solution": _solution_files(task)} if solution else {}),
     }

@@ -135,7 +135,12 @@ class CodingEnvClient(EnvClient[ToolCall, ToolResult, CodingState]):
         raise AtCapacity(message) if code == "CAPACITY_REACHED" else EnvironmentLost(f"{code}: {message}")
 
     def _step_payload(self, action: ToolCall) -> dict[str, Any]:
-        return {"name": action.name, "arguments": action.arguments, "malformed": action.malformed}
+        payload = {"name": action.name, "arguments": action.arguments, "malformed": action.malformed}
+        if action.keep != "no":
+            payload["keep"] = action.keep
+        if action.trial is not None:
+            payload["trial"] = action.trial.model_dump(mode="json")
+        return payload
 
     def _parse_result(self, payload: dict[str, Any]) -> StepResult[ToolResult]:
         done, reward = payload["done"], payload["reward"]

@@ -14,11 +14,14 @@ import structlog
 
 from hintloop.envs._openenv import Environment, EnvironmentMetadata
 from hintloop.envs.errors import tool_error
-from hintloop.envs.grading.functions import grade
-from hintloop.envs.models import CodingState, TaskInfo, ToolCall, ToolResult
-from hintloop.envs.sandbox.base import Sandbox, SandboxDead, SandboxProvider
-from hintloop.envs.task import Task, get_task
-from hintloop.envs.tools import TOOL_PROMPT, TOOLS, ToolBox, failure
+from hintloop.envs.grading.grade import grade
+from hintloop.envs.grading.handin import hand_in
+from hintloop.envs.models import CodingState, TaskInfo, ToolCall, ToolResult, Trial
+from hintloop.envs.registry import get_task
+from hintloop.envs.sandbox.base import Sandbox, SandboxDead, SandboxProvider, Unsupported
+from hintloop.envs.task import Task
+from hintloop.envs.tools import ToolBox, failure, tool_prompt
+from hintloop.envs.trials import Trials
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,14 +42,19 @@ class CodingEnvironment(Environment[ToolCall, ToolResult, CodingState]):
         super().__init__()
         self._provider = provider
         self._running: _Running | None = None
+        self._trials: Trials | None = None
         self._closed = False
         self._state = CodingState(isolation=provider.isolation)
 
     def reset(
         self, seed: int | None = None, episode_id: str | None = None, task_id: str = "", **_: Any
     ) -> ToolResult:
-        """Start an episode of the task. ``ValueError`` when there is none; the client gets its text."""
+        """Start an episode of the task.
+
+        ``ValueError`` when there is none, or one for other sandboxes than this server's; the client gets its text.
+        """
         self._end()
+        self._forget()
         try:
             task = get_task(str(task_id))
         except KeyError as error:
@@ -58,6 +66,8 @@ class CodingEnvironment(Environment[ToolCall, ToolResult, CodingState]):
         )
         try:
             return self._start(task)
+        except Unsupported as error:
+            raise ValueError(f"task {task.task_id!r} cannot run here: {error}") from None
         except Exception as error:  # noqa: BLE001 - recorded; nothing of it may reach the client
             return self._infra_failure(error)
 
@@ -65,9 +75,12 @@ class CodingEnvironment(Environment[ToolCall, ToolResult, CodingState]):
         """Execute one tool call; ``submit`` and the last of the task's turns end the episode with its reward.
 
         Without a running episode (never reset, over, or a new connection after a lost one) the result is an
-        infrastructure failure. ``timeout_s`` is not used: every tool has its own limit.
+        infrastructure failure. ``timeout_s`` is not used: every tool has its own limit. A call with ``trial`` is
+        none of the agent's and changes nothing; ``ValueError`` when it cannot be tried.
         """
         running = self._running
+        if action.trial is not None:
+            return self._try(running, action, action.trial)
         if running is None:
             return _broken("no episode is running: reset first")
         try:
@@ -90,38 +103,60 @@ class CodingEnvironment(Environment[ToolCall, ToolResult, CodingState]):
         """End the session for good; a later ``reset`` is refused, for nobody would close its sandbox."""
         self._closed = True
         self._end()
+        self._forget()
 
     def _start(self, task: Task) -> ToolResult:
         if self._closed:
             return _broken("the session is closed")
-        sandbox = self._provider.start(dict(task.files))
-        self._running = _Running(task, sandbox, ToolBox(task, sandbox))
+        sandbox = self._provider.start(dict(task.files), task.sandbox)
+        tools = ToolBox(task, sandbox, self._provider)
+        self._running = _Running(task, sandbox, tools)
+        self._trials = Trials(task, self._provider, lambda copy: ToolBox(task, copy, self._provider))
         info = TaskInfo(
             task_id=task.task_id,
             instruction=task.instruction,
-            files=sorted(task.files),
-            tools=list(TOOLS.values()),
-            tool_prompt=TOOL_PROMPT,
+            files=sorted(task.files) if task.sandbox.image is None else sandbox.list_files(),
+            tools=list(tools.specs.values()),
+            tool_prompt=tool_prompt(task),
             max_turns=task.max_turns,
         )
         return ToolResult(output=task.instruction, task=info)
 
     def _step(self, running: _Running, action: ToolCall) -> ToolResult:
         self._state.step_count += 1
-        result = running.tools.call(action) if _is_text(action) else _NOT_TEXT
+        trials, step = self._trials, self._state.step_count
+        assert trials is not None
+        trials.before(step, action, running.sandbox)
+        call = action if action.keep == "no" else action.model_copy(update={"keep": "no"})
+        result = running.tools.call(call) if _is_text(action) else _NOT_TEXT
+        trials.after(step, action, result)
         submitted = action.malformed is None and action.name == "submit" and result.error is None
-        if submitted or self._state.step_count >= running.task.max_turns:
+        if submitted or step >= running.task.max_turns:
+            trials.copy(running.sandbox)
             return self._finish(running, result, submitted)
         return result
 
     def _finish(self, running: _Running, result: ToolResult, submitted: bool) -> ToolResult:
         """Grade what the agent leaves, with nothing of it alive. Only work that was handed in can earn."""
-        files = _handed_in(running)
+        handed_in = hand_in(running.task, running.sandbox)
         self._end()
-        grading = grade(self._provider, running.task, files)
+        grading = grade(self._provider, running.task, handed_in.files)
         parts = {**grading.parts, "submitted": float(submitted)}
+        if handed_in.left_out:
+            parts["left_out"] = float(handed_in.left_out)
         reward = grading.reward if submitted else 0.0
         return result.model_copy(update={"done": True, "reward": reward, "reward_parts": parts})
+
+    def _try(self, running: _Running | None, action: ToolCall, trial: Trial) -> ToolResult:
+        """``ValueError`` for a state that was not kept; the client gets its text."""
+        if self._trials is None or not _is_text(action):
+            raise ValueError("there is no episode, or the call is not valid Unicode text")
+        return self._trials.run(action, trial, running.sandbox if running else None)
+
+    def _forget(self) -> None:
+        if self._trials is not None:
+            self._trials.close()
+            self._trials = None
 
     def _end(self) -> None:
         if self._running is not None:
@@ -150,14 +185,3 @@ def _is_text(action: ToolCall) -> bool:
     except ValueError:
         return False
     return True
-
-
-def _handed_in(running: _Running) -> dict[str, str]:
-    """The task's files as the agent leaves them; those that are gone or unreadable are left out."""
-    files = {}
-    for path in sorted({*running.task.files, running.task.tests.path}):
-        try:
-            files[path] = running.sandbox.read(path).decode()
-        except (FileNotFoundError, PermissionError, UnicodeDecodeError):
-            continue
-    return files

@@ -2,12 +2,29 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
 from hintloop.envs._openenv import Action, Observation, State
 from hintloop.envs.errors import ToolError
+
+
+class Trial(BaseModel):
+    """Marks a call that is not the agent's: it is tried in a copy of an earlier state, and changes nothing.
+
+    The result says what it gave, and is ``done`` exactly when the episode is over. What cannot be tried, as the state
+    was not kept, is refused.
+    """
+
+    model_config = ConfigDict(frozen=True)
+
+    before: int
+    """Number of the step, from 1, whose call had ``keep``: the state before that is meant."""
+    then: list[ToolCall] = Field(default_factory=list)
+    """Further calls, made one after the other in the same copy; the first error is the error of all."""
+    tests: bool = False
+    """Run the visible tests at the end; the share that passes is ``reward_parts["visible"]``, if there are any."""
 
 
 class ToolCall(Action):
@@ -17,6 +34,10 @@ class ToolCall(Action):
     arguments: dict[str, Any] = Field(default_factory=dict)
     malformed: str | None = None
     """What the agent wrote, when no call could be parsed from it; ``name`` and ``arguments`` are ignored then."""
+    keep: Literal["no", "on_error", "always"] = "no"
+    """Whether the state before this call stays at hand for trials: if the call is an error of the agent, or always.
+    An episode keeps few; see ``hintloop.envs.trials``."""
+    trial: Trial | None = None
 
 
 class TaskInfo(BaseModel):

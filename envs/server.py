@@ -19,9 +19,10 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from starlette.websockets import WebSocketDisconnect
 
 from hintloop.envs._openenv import ConcurrencyConfig, create_app
-from hintloop.envs.environment import CodingEnvironment
+from hintloop.envs.mcp_tools import DEFAULT_TASKSET, OpenEnvironment
 from hintloop.envs.models import CodingState, ToolCall, ToolResult
 from hintloop.envs.sandbox.base import SandboxProvider
+from hintloop.envs.sandbox.local import LocalProvider
 
 MAX_SESSIONS = 64
 SESSION_TIMEOUT_S = 3600.0
@@ -32,17 +33,18 @@ _LOOPBACK = {"127.0.0.1", "localhost", "::1"}
 
 
 class _Gate:
-    """Refuses browsers whose page is not from this machine, and lets clients leave without a traceback.
+    """Refuses browsers whose page is neither from this machine nor from ``host``; lets clients leave quietly.
 
     Any web page may open a WebSocket to a loopback port; only browsers send ``Origin``, and then always.
     """
 
-    def __init__(self, app: ASGIApp):
+    def __init__(self, app: ASGIApp, host: str):
         self._app = app
+        self._hosts = {*_LOOPBACK, host}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         origin = next((value for name, value in scope.get("headers", ()) if name == b"origin"), None)
-        if origin is not None and urlsplit(origin.decode("latin-1")).hostname not in _LOOPBACK:
+        if origin is not None and urlsplit(origin.decode("latin-1")).hostname not in self._hosts:
             await PlainTextResponse("pages of other hosts are refused", 403)(scope, receive, send)
             return
         try:
@@ -65,15 +67,19 @@ def _client_left(error: BaseException | None) -> bool:
 def create_server_app(
     provider: SandboxProvider,
     *,
+    host: str = "127.0.0.1",
+    taskset: str = DEFAULT_TASKSET,
     max_sessions: int = MAX_SESSIONS,
     session_timeout_s: float = SESSION_TIMEOUT_S,
 ) -> FastAPI:
     """The OpenEnv server as an ASGI application; it closes ``provider`` when it shuts down.
 
-    ``session_timeout_s``: see ``SESSION_TIMEOUT_S``.
+    ``host`` is where browsers find it, ``taskset`` where a ``reset`` without a task id draws from;
+    ``session_timeout_s``: see ``SESSION_TIMEOUT_S``. With ``ENABLE_WEB_INTERFACE=true`` in the process's
+    environment it has OpenEnv's web page.
     """
     app: FastAPI = create_app(
-        functools.partial(CodingEnvironment, provider),
+        functools.partial(OpenEnvironment, provider, taskset),
         ToolCall,
         ToolResult,
         env_name="hintloop",
@@ -83,9 +89,14 @@ def create_server_app(
         state_cls=CodingState,
         mode="simulation",
     )
-    app.add_middleware(_Gate)
+    app.add_middleware(_Gate, host=host)
     app.router.on_shutdown.append(provider.close)
     return app
+
+
+def local_app() -> FastAPI:
+    """The server with local sandboxes: what ``openenv.yaml`` names for hosts that start it by themselves."""
+    return create_server_app(LocalProvider())
 
 
 class PortTaken(OSError):
@@ -120,6 +131,7 @@ def serve(
     *,
     host: str = "127.0.0.1",
     port: int = 8000,
+    taskset: str = DEFAULT_TASKSET,
     max_sessions: int = MAX_SESSIONS,
     session_timeout_s: float = SESSION_TIMEOUT_S,
     ready_file: Path | None = None,
@@ -127,8 +139,9 @@ def serve(
     """Serve until SIGTERM or SIGINT, then close all sandboxes and return.
 
     ``port`` 0 takes a free one. ``ready_file`` gets the URL once connections are accepted, and is removed at
-    the end; one left by an earlier run is removed at the start. There is no authentication: any ``host`` but
-    loopback belongs on a private network. Raises ``PortTaken``, or another ``OSError`` for a bad address.
+    the end; one left by an earlier run is removed at the start. The others: see ``create_server_app``. There
+    is no authentication: any ``host`` but loopback belongs on a private network. Raises ``PortTaken``, or
+    another ``OSError`` for a bad address.
     """
     sock = _bind(host, port)
     url = f"http://[{host}]" if ":" in host else f"http://{host}"
@@ -138,8 +151,11 @@ def serve(
         )
     if ready_file is not None:
         ready_file.unlink(missing_ok=True)
+    app = create_server_app(
+        provider, host=host, taskset=taskset, max_sessions=max_sessions, session_timeout_s=session_timeout_s
+    )
     config = uvicorn.Config(
-        create_server_app(provider, max_sessions=max_sessions, session_timeout_s=session_timeout_s),
+        app,
         ws="websockets-sansio",
         ws_max_size=MAX_MESSAGE_BYTES,
         ws_per_message_deflate=False,

@@ -1,10 +1,12 @@
-"""Tasks, and the registry that finds them by name."""
+"""What a task is. ``hintloop.envs.registry`` finds tasks by name."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
+
+from hintloop.envs.sandbox.base import SandboxSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,15 +30,61 @@ class FunctionTests:
 
 
 @dataclass(frozen=True, slots=True)
+class AssertTests:
+    """Assertions about one function in one file: Python source that defines ``check(candidate)``.
+
+    They run in a sandbox of their own, which never holds anything of the agent's; what the function returns
+    reaches them as data.
+    """
+
+    path: str
+    function: str
+    visible: str
+    """What ``run_tests`` shows."""
+    hidden: str
+    """What the reward is computed from."""
+
+
+@dataclass(frozen=True, slots=True)
+class Script:
+    """Files in a folder of their own, outside of the working directory, and a command that runs beside them."""
+
+    files: dict[str, str]
+    """Path below the folder (``/tests`` or ``/solution``) -> content."""
+    command: str
+    timeout: float = 600.0
+    """Seconds."""
+    env: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class RepositoryTests:
+    """A script that judges a working directory, in a fresh sandbox that no process of the agent has seen."""
+
+    script: Script
+    """Its folder is ``/tests``; it writes ``/logs/verifier/reward.txt`` or ``reward.json``."""
+    artifacts: tuple[str, ...] = ()
+    """What of the agent's work is graded: files and folders in the working directory; empty: all that changed."""
+    visible: str | None = None
+    """The command behind ``run_tests``, run where the agent works; None: the agent has no such tool."""
+
+
+Tests = FunctionTests | AssertTests | RepositoryTests
+
+
+@dataclass(frozen=True, slots=True)
 class Task:
-    """One coding task. ``solution`` is the reference (path -> content); it never leaves the server."""
+    """One coding task. Its solution never leaves the server, nor do its hidden tests before grading."""
 
     task_id: str
     instruction: str
     files: dict[str, str]
-    tests: FunctionTests
-    solution: dict[str, str]
+    """Path in the working directory -> content; bytes that are not UTF-8 are surrogate escapes."""
+    tests: Tests
+    solution: dict[str, str] | Script
+    """Files (path -> content) that replace the task's, or a script whose folder is ``/solution``."""
     max_turns: int = 8
+    sandbox: SandboxSpec = field(default_factory=SandboxSpec)
     metadata: dict[str, str] = field(default_factory=dict)
 
 
@@ -53,39 +101,3 @@ class TaskSet(Protocol):
     def get(self, task_id: str) -> Task:
         """The task. ``KeyError`` when there is none of that id."""
         ...
-
-
-_LOADERS: dict[str, Callable[[], TaskSet]] = {}
-_LOADED: dict[str, TaskSet] = {}
-
-
-def register_taskset(name: str, loader: Callable[[], TaskSet]) -> None:
-    """Make a task set known by name; ``loader`` runs at its first use. ``ValueError`` when the name is taken."""
-    if name in _LOADERS:
-        raise ValueError(f"task set {name!r} is registered already")
-    _LOADERS[name] = loader
-
-
-def taskset_names() -> list[str]:
-    """The names of all registered task sets, sorted; the bundled ones are always among them."""
-    import hintloop.envs.tasksets  # noqa: F401 - registers the bundled sets; at the top it would be a cycle
-
-    return sorted(_LOADERS)
-
-
-def load_taskset(name: str) -> TaskSet:
-    """The task set of that name. ``KeyError`` with the known names when there is none."""
-    if name not in _LOADED:
-        known = taskset_names()
-        if name not in known:
-            raise KeyError(f"no task set {name!r}; known: {', '.join(known)}")
-        _LOADED[name] = _LOADERS[name]()
-    return _LOADED[name]
-
-
-def get_task(task_id: str) -> Task:
-    """A task by its full id ``<set>/<rest>``. ``KeyError`` says what is missing."""
-    try:
-        return load_taskset(task_id.partition("/")[0]).get(task_id)
-    except KeyError as error:
-        raise KeyError(f"no task {task_id!r}: {error.args[0]}") from None

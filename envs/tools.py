@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import difflib
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 from hintloop.envs.errors import ToolError, tool_error
-from hintloop.envs.grading.functions import run_cases
+from hintloop.envs.grading.grade import has_visible_tests, run_visible
 from hintloop.envs.models import ToolCall, ToolResult
-from hintloop.envs.sandbox.base import CallResult, ExecResult, Status
+from hintloop.envs.sandbox.base import CallResult, ExecResult, SandboxProvider, Status
 from hintloop.envs.task import Task
 
 _STRING = {"type": "string"}
@@ -24,7 +24,6 @@ MAX_LINE_CHARS = 200
 """How much of a line an error repeats or compares."""
 MAX_COMPARED_LINES = 1_000
 MAX_BASH_SECONDS = 30.0
-TEST_SECONDS = 2.0
 
 
 def _spec(name: str, description: str, required: dict[str, Any], optional: dict[str, Any]) -> dict[str, Any]:
@@ -48,10 +47,11 @@ TOOLS: dict[str, dict[str, Any]] = {
         _spec("submit", "Hand in the work and end the episode.", {}, {}),
     )
 }
-"""Function specs by tool name."""
+"""Function specs by tool name; a task whose tests are all hidden has no ``run_tests``."""
 
 TOOL_PROMPT = "read_file(path), edit_file(path, line, old, new), run_tests(), submit()"
 """The tools in one line, for models too small for the schemas (which cost about 650 tokens)."""
+_UNTESTED_PROMPT = "read_file(path), edit_file(path, line, old, new), bash(command), submit()"
 
 _TYPES: dict[str, type] = {"string": str, "integer": int}
 
@@ -76,11 +76,13 @@ class _Failed(Exception):
 
 
 class ToolBox:
-    """The tools of one episode."""
+    """The tools of one episode. ``provider`` is for visible tests that need a sandbox of their own."""
 
-    def __init__(self, task: Task, workspace: Workspace):
+    def __init__(self, task: Task, workspace: Workspace, provider: SandboxProvider | None = None):
         self._task = task
         self._workspace = workspace
+        self._provider = provider
+        self.specs = tool_specs(task)
         self._last_failure: ToolCall | None = None
         self._run: dict[str, Callable[..., ToolResult]] = {
             "read_file": self._read_file,
@@ -95,7 +97,7 @@ class ToolBox:
         """Execute one call. Raises ``SandboxDead`` only."""
         start = time.monotonic()
         try:
-            check_call(call)
+            check_call(call, self.specs)
             result = self._run[call.name](**call.arguments)
         except _Failed as failed:
             result = failure(failed.error)
@@ -131,16 +133,9 @@ class ToolBox:
         return ToolResult(output=output, error=error, exit_code=result.exit_code)
 
     def _run_tests(self) -> ToolResult:
-        tests = self._task.tests
-        results = run_cases(self._workspace, tests.path, tests.function, tests.visible, timeout=TEST_SECONDS)
-        failed = [(case, r) for case, r in zip(tests.visible, results, strict=True) if not r.passed]
-        output = f"{len(results) - len(failed)}/{len(results)} pass"
-        if not failed:
-            return ToolResult(output=output, exit_code=0)
-        case, result = failed[0]
-        arguments = ", ".join(map(repr, case.args))
-        output += f", FAIL {tests.function}({arguments}) gave {result.got} want {case.expected!r}"
-        return ToolResult(output=output, exit_code=1, error=tool_error("test_failure", output))
+        result = run_visible(self._provider, self._task, self._workspace)
+        error = None if result.passed else tool_error("test_failure", result.output)
+        return ToolResult(output=result.output, exit_code=0 if result.passed else 1, error=error)
 
     def _text(self, path: str) -> str:
         try:
@@ -161,21 +156,31 @@ class ToolBox:
         return tool_error("file_not_found", f"no such file: {path[:80]}", path=path, files=files)
 
 
+def tool_specs(task: Task) -> dict[str, dict[str, Any]]:
+    """The specs of the tools that a task's agent has, by name."""
+    return {name: spec for name, spec in TOOLS.items() if name != "run_tests" or has_visible_tests(task)}
+
+
+def tool_prompt(task: Task) -> str:
+    """The same in one line; see ``TOOL_PROMPT``."""
+    return TOOL_PROMPT if has_visible_tests(task) else _UNTESTED_PROMPT
+
+
 def failure(error: ToolError) -> ToolResult:
     """The result that tells the agent of an error."""
     return ToolResult(output=f"error: {error.message}", error=error)
 
 
-def check_call(call: ToolCall) -> None:
+def check_call(call: ToolCall, tools: Mapping[str, dict[str, Any]]) -> None:
     """Raise when the call cannot be executed: unparsed, unknown tool, or arguments that do not fit the schema."""
     if call.malformed is not None:
         message = "bad JSON in the tool call" if "{" in call.malformed else "no tool call"
         raise _Failed(tool_error("json_decode", message, text=call.malformed[:200]))
-    if call.name not in TOOLS:
-        nearest = difflib.get_close_matches(call.name, TOOLS, n=1)
-        meta = {"name": call.name[:40], "tools": list(TOOLS), "nearest": nearest[0] if nearest else None}
+    if call.name not in tools:
+        nearest = difflib.get_close_matches(call.name, tools, n=1)
+        meta = {"name": call.name[:40], "tools": list(tools), "nearest": nearest[0] if nearest else None}
         raise _Failed(tool_error("tool_not_found", f"unknown tool: {call.name[:40]}", **meta))
-    parameters = TOOLS[call.name]["parameters"]
+    parameters = tools[call.name]["parameters"]
     problem = _argument_problem(call.arguments, parameters["properties"], parameters["required"])
     if problem:
         raise _Failed(tool_error("type_error", problem, name=call.name, required=parameters["required"]))

@@ -26,7 +26,7 @@ from hintloop.learner.rows import (
     rows_of,
 )
 from hintloop.learner.tensors import MicroBatch, Totals, split
-from hintloop.replay.episode import Episode, HintSite
+from hintloop.replay.episode import Episode, HintSite, Outcome
 
 COUNTED = (
     *("episodes", "episodes_unusable"),
@@ -125,8 +125,8 @@ def build_step(
 
 
 def _usable(episode: Episode, rules: BatchRules) -> Ints | None:
-    """The tokens; None for what must not be trained on: ungraded, held out, empty, or of another vocabulary."""
-    if episode.reward is None or episode.source == "evaluation" or not episode.token_ids:
+    """The tokens; None for what must not be trained on: broken, held out, empty, or of another vocabulary."""
+    if episode.outcome is Outcome.INFRA_ERROR or episode.source == "evaluation" or not episode.token_ids:
         return None
     ids = integers(episode.token_ids)
     return ids if ids.min() >= 0 and ids.max() < rules.vocabulary else None
@@ -178,9 +178,9 @@ def _means(episodes: list[Episode], policies: list[Policy]) -> dict[str, float]:
         "tokens_unscored": float(sum(_more(p.fresh, p.scored) - p.too_long for p in policies)),
         "tokens_too_long": float(sum(p.too_long for p in policies)),
     }
-    if episodes:
-        means["reward_mean"] = float(np.mean([e.reward for e in episodes]))
-        means["solved"] = float(np.mean([e.outcome == "solved" for e in episodes]))
+    if graded := [e for e in episodes if e.reward is not None]:
+        means["reward_mean"] = float(np.mean([e.reward for e in graded]))
+        means["solved"] = float(np.mean([e.outcome == "solved" for e in graded]))
     lags = np.concatenate([p.lags for p in policies]) if policies else np.zeros(0)
     if len(lags):
         means["staleness_mean"], means["staleness_max"] = float(lags.mean()), float(lags.max())

@@ -32,6 +32,8 @@ class Outcome(StrEnum):
     """The agent ran out of turns or tokens; it is graded, but did not hand in by itself."""
     INFRA_ERROR = "infra_error"
     """Something that is not the agent broke; ``reward`` is None and the episode never votes."""
+    UNGRADED = "ungraded"
+    """A recording that nobody graded: ``reward`` is None and it has no advantage, but its hint sites count."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,9 +144,9 @@ class Episode:
                 raise ValueError(
                     f"{self.episode_id}: {name} has {len(getattr(self, name))} entries for {n} tokens"
                 )
-        if (self.reward is None) != (self.outcome is Outcome.INFRA_ERROR):
+        if (self.reward is None) != (self.outcome in (Outcome.INFRA_ERROR, Outcome.UNGRADED)):
             raise ValueError(
-                f"{self.episode_id}: reward must be None exactly when the outcome is infra_error"
+                f"{self.episode_id}: reward must be None exactly when the outcome is infra_error or ungraded"
             )
 
     def plain(self) -> dict[str, Any]:

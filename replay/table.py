@@ -207,11 +207,12 @@ def _plain(item: Episode | Turn | HintSite | PreferencePair) -> dict[str, Any]:
 
 
 def _cell(value: Any) -> Any:
-    if isinstance(value, dict):
+    kind = type(value)  # ``isinstance`` of a Sequence costs more than the rest of a turn
+    if kind is dict:
         return list(value.items())
-    if isinstance(value, Vector):
+    if kind is Vector:
         return np.asarray(value)
-    if isinstance(value, tuple) and value and type(value[0]) in _NAMES:
+    if kind is tuple and value and type(value[0]) in _NAMES:
         return [_plain(item) for item in value]
     return value
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 
 class _Settings(BaseModel):
@@ -40,17 +40,34 @@ class RolloutConfig(_Settings):
     """How often to look for new weights."""
     idle_timeout_s: float = Field(default=600.0, gt=0)
     """How long to wait for the learner's next version before the run gives up."""
+    engines: tuple[str, ...] = ()
+    """Root URLs of inference servers (vLLM, or ``hintloop sim-engine``); none: the local engine.
+
+    While the run's folder has a file ``engines.txt``, the URLs in it, one a line, are taken instead."""
+    engine_timeout_s: float = Field(default=300.0, gt=0)
+    """Time for one turn from inference servers, with all its retries."""
+    probe_tolerance: float = Field(default=1e-3, gt=0)
+    """Largest difference, in nats, between an engine's and the learner's log-probabilities of the same weights;
+    servers that compute in bfloat16 need more."""
     engine_slots: int = Field(default=64, ge=1)
     """Sequences that the local engine decodes together."""
     engine_threads: int | None = Field(default=None, ge=1)
     """Threads of the local engine; None: as many as torch takes."""
 
+    @field_validator("engines")
+    @classmethod
+    def _are_urls(cls, engines: tuple[str, ...]) -> tuple[str, ...]:
+        for url in engines:
+            if not url.startswith(("http://", "https://")):
+                raise ValueError(f"{url!r} is no URL such as http://127.0.0.1:8000")
+        return engines
+
 
 class EvaluationConfig(_Settings):
     """The fixed held-out evaluation. Its tasks are drawn once from the seed and stay the same."""
 
-    splits: tuple[str, ...] = ("heldmut", "heldfn")
-    """Splits to evaluate on."""
+    splits: tuple[str, ...] = ()
+    """Splits to evaluate on; none named: all but the one that is trained on."""
     num_tasks: int = Field(default=500, ge=1)
     """Tasks per split before and after the run; one episode each."""
     num_tasks_during: int = Field(default=100, ge=1)
@@ -68,6 +85,8 @@ class EvaluationConfig(_Settings):
 class TeacherSpec(_Settings):
     """One teacher."""
 
+    model_config = ConfigDict(hide_input_in_errors=True)
+
     name: str
     """How it is named in pairs and reports."""
     base_url: str
@@ -80,6 +99,19 @@ class TeacherSpec(_Settings):
     """Price of a million prompt tokens, US dollars."""
     usd_per_mtok_out: float = Field(default=0.0, ge=0)
     """Price of a million answer tokens, US dollars."""
+    max_answer_tokens: int = Field(default=2048, ge=1)
+    """Tokens of one answer at most, its reasoning included; the worst case of a question is priced with it."""
+    requests_per_minute: float | None = Field(default=None, gt=0)
+    """Requests that the teacher takes per minute, retries included; None: no limit."""
+
+    @field_validator("base_url")
+    @classmethod
+    def _is_url(cls, url: str) -> str:
+        if not url.startswith(("http://", "https://")):
+            raise ValueError("a teacher's URL is one such as http://127.0.0.1:8000/v1")
+        if "@" in url.split("/")[2]:
+            raise ValueError("a teacher's URL holds no password: name an environment variable by api_key_env")
+        return url
 
 
 class TeachersConfig(_Settings):
@@ -89,8 +121,20 @@ class TeachersConfig(_Settings):
     """The teachers; none: no pairs."""
     agree: int = Field(default=1, ge=1)
     """Teachers that must give the same action."""
+    ask: Literal["errors", "uncertain", "all"] = "errors"
+    """Turns that are asked about: those with a tool error of the agent; also those that the agent sampled with
+    high uncertainty; or every turn."""
+    uncertain_quantile: float = Field(default=0.9, ge=0, lt=1)
+    """Share of turns that are less uncertain than one to ask about: mean negative log-probability per token,
+    among the turns of late."""
+    uncertain_nats: float | None = Field(default=None, ge=0)
+    """Nats per token above which a turn is uncertain, instead of the quantile; None: the quantile."""
     ask_probability: float = Field(default=0.1, ge=0, le=1)
-    """Chance that a turn is asked about all the same when the agent made no tool error in it."""
+    """Chance that any other turn is asked about all the same."""
+    verify: Literal["none", "no_error", "better_tests"] = "none"
+    """What an agreed action must do, in a copy of the sandbox as it was before the turn, to become a pair:
+    nothing; make no tool error; or also let more of the visible tests pass than the agent's own action.
+    A finished episode then keeps its environment until its pairs are made."""
     max_asks_per_episode: int = Field(default=3, ge=0)
     """Turns asked about per episode at most."""
     timeout_s: float = Field(default=30.0, gt=0)
@@ -101,6 +145,12 @@ class TeachersConfig(_Settings):
     """Questions to one teacher at the same time at most."""
     deadline_s: float = Field(default=5.0, ge=0)
     """How long the answers may keep a finished episode from the journal."""
+    budget_usd: float | None = Field(default=None, ge=0)
+    """What the teachers may cost in the whole run, US dollars, restarts included; None: no cap."""
+    episode_budget_usd: float | None = Field(default=None, ge=0)
+    """What they may cost in one episode, US dollars; None: no cap."""
+    cache_mb: float = Field(default=64.0, ge=0)
+    """Answers kept on disk in the run's folder, megabytes; 0: every question is asked."""
 
     @model_validator(mode="after")
     def _can_agree(self) -> TeachersConfig:

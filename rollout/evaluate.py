@@ -14,7 +14,7 @@ import math
 import random
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -66,6 +66,22 @@ def draw_tasks(task_ids: Sequence[str], n: int, seed: int) -> list[str]:
     order = list(task_ids)
     random.Random(f"evaluation:{seed}").shuffle(order)
     return order[:n]
+
+
+def held_out(
+    splits: Mapping[str, Sequence[str]], chosen: Sequence[str], trained: str
+) -> dict[str, Sequence[str]]:
+    """The splits to evaluate on, with their tasks: the ``chosen`` ones, or all but the one that is ``trained`` on.
+
+    A set that holds nothing out is evaluated on what it trains on. ``ValueError`` for a split without tasks.
+    """
+    others = [name for name, tasks in splits.items() if tasks and name != trained]
+    names = list(chosen) or others or [trained]
+    for name in (trained, *names):
+        if not splits.get(name):
+            known = ", ".join(sorted(split for split, tasks in splits.items() if tasks))
+            raise ValueError(f"the task set has no split {name!r}; it has {known}")
+    return {name: splits[name] for name in names}
 
 
 async def evaluate(

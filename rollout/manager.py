@@ -15,7 +15,7 @@ import traceback
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -23,13 +23,13 @@ from typing import Any
 import structlog
 
 from hintloop.agent.engine import Sampling
-from hintloop.agent.episode import Environment, EpisodeLost, EpisodeSpec, Observer, Played, Player
+from hintloop.agent.episode import Environment, EpisodeLost, EpisodeSpec, Played, Player
 from hintloop.envs.client import EnvironmentLost
 from hintloop.replay.episode import Episode, Outcome
 from hintloop.rollout.pacing import Pacer
-from hintloop.rollout.pairs import AskRule, PairCounts, PairMaker
+from hintloop.rollout.pairs import PairMaker
 from hintloop.rollout.status import Board, append_line
-from hintloop.rollout.teachers import Teacher
+from hintloop.rollout.teaching import Asking
 
 OpenEnvironment = Callable[[], AbstractAsyncContextManager[Environment]]
 """Opens one environment for one episode; waits while the server is full. Raises ``EnvironmentLost``."""
@@ -53,15 +53,6 @@ class GroupRule:
     tries_per_episode: int
     max_groups_lost: int
     idle_timeout_s: float
-
-
-@dataclass(frozen=True, slots=True)
-class Asking:
-    """The teachers, and when to ask them."""
-
-    teachers: Sequence[Teacher]
-    rule: AskRule
-    counts: PairCounts = field(default_factory=PairCounts)
 
 
 @dataclass(slots=True)
@@ -115,12 +106,16 @@ async def play_in(
     player: Player,
     spec: EpisodeSpec,
     sampling: Sampling,
-    observe: Observer | None = None,
+    maker: PairMaker | None = None,
 ) -> Played:
-    """Play one episode in an environment of its own. Raises ``EpisodeLost``."""
+    """Play one episode in an environment of its own, watched by ``maker``. Raises ``EpisodeLost``."""
     try:
         async with open_environment() as env:
-            return await player.play(env, spec, sampling, observe)
+            if maker is None:
+                return await player.play(env, spec, sampling)
+            played = await player.play(env, spec, sampling, maker.on_turn, maker.keep)
+            await maker.verify_in(env)
+            return played
     except EnvironmentLost as error:
         raise EpisodeLost("environment", str(error)) from error
 
@@ -185,12 +180,13 @@ class Manager:
         tasks.create_task(self._finish(group, episodes))
 
     async def _episode(self, group: _Group, number: int) -> Episode | None:
-        """One member of a group; holds a slot while it is played, not while teachers are waited for."""
+        """One member of a group; holds a slot while it has an environment, which unverified pairs do not need."""
         makers: list[PairMaker] = []
 
         async def play(spec: EpisodeSpec) -> Played:
-            observe = self._observer(spec, makers)
-            return await play_in(self._open_counted, self._player, spec, self._sampling, observe)
+            makers.extend([self._asking.maker(spec.episode_id)] if self._asking else [])
+            maker = makers[-1] if makers else None
+            return await play_in(self._open_counted, self._player, spec, self._sampling, maker)
 
         try:
             self._board.in_flight += 1
@@ -220,13 +216,6 @@ class Manager:
             finally:
                 self._board.waiting_for_environment -= 1
             yield env
-
-    def _observer(self, spec: EpisodeSpec, makers: list[PairMaker]) -> Observer | None:
-        if self._asking is None:
-            return None
-        asking = self._asking
-        makers.append(PairMaker(spec.episode_id, asking.teachers, asking.rule, asking.counts))
-        return makers[-1].on_turn
 
     async def _finish(self, group: _Group, playing: list[asyncio.Task[Episode | None]]) -> None:
         """Wait for all members; journal the group, or drop it when one of them is lost."""

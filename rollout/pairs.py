@@ -8,17 +8,23 @@ from __future__ import annotations
 
 import asyncio
 import json
-import random
-from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from hintloop.agent.conversation import RenderError
-from hintloop.agent.episode import TurnEvent
+from hintloop.agent.engine import Sample
+from hintloop.agent.episode import Environment, Keep, TurnEvent
+from hintloop.envs.client import EnvironmentLost
 from hintloop.envs.errors import Cause
 from hintloop.envs.models import ToolCall
 from hintloop.replay.episode import PreferencePair
-from hintloop.rollout.teachers import Teacher, TeacherAnswer
+from hintloop.rollout.asking import AskRule, PairCounts, Reason, Uncertainty, planned
+from hintloop.rollout.teachers import Bill, Teacher, TeacherAnswer
+from hintloop.rollout.verify import objection
+
+VERIFY_TIMEOUT_S = 60.0
+"""Time for all trials of one episode together."""
+ENVIRONMENT_GONE = "environment gone"
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,38 +33,6 @@ class Agreement:
 
     call: ToolCall
     teachers: tuple[str, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class AskRule:
-    """When to ask, and how many must agree."""
-
-    agree: int
-    """Teachers that must give the same action."""
-    ask_probability: float
-    """For a turn without an error of the agent; turns with one are always asked about."""
-    max_asks: int
-    """Turns asked about per episode at most."""
-    deadline_s: float
-    """How long answers may come in after the end of the episode, seconds."""
-
-
-@dataclass(slots=True)
-class PairCounts:
-    """What became of the questions, summed over all episodes."""
-
-    asked_turns: int = 0
-    answers: int = 0
-    errors: Counter[str] = field(default_factory=Counter)
-    """Answers that were none, by teacher."""
-    late: int = 0
-    """Turns whose answers did not come before the deadline."""
-    disagreed: int = 0
-    same: int = 0
-    """Turns where the teachers agreed with the agent."""
-    unrenderable: int = 0
-    pairs: int = 0
-    cost_usd: float = 0.0
 
 
 def canonical(call: ToolCall) -> str:
@@ -80,7 +54,9 @@ def agree(answers: Sequence[TeacherAnswer], threshold: int) -> Agreement | None:
     return Agreement(best[0][1], tuple(name for name, _ in best))
 
 
-def make_pair(event: TurnEvent, answers: Sequence[TeacherAnswer], agreed: Agreement) -> PreferencePair:
+def make_pair(
+    event: TurnEvent, answers: Sequence[TeacherAnswer], agreed: Agreement, *, verified: bool = False
+) -> PreferencePair:
     """The pair of an agreed action and the agent's own turn. Raises ``RenderError``."""
     chosen_ids = event.conversation.encode_call(agreed.call)
     if event.conversation.parse(chosen_ids) != [agreed.call]:
@@ -94,70 +70,153 @@ def make_pair(event: TurnEvent, answers: Sequence[TeacherAnswer], agreed: Agreem
         rejected_text=event.text,
         asked=len(answers),
         agreed=len(agreed.teachers),
-        verified=False,  # nobody has executed the chosen action
+        verified=verified,
         teachers=agreed.teachers,
         cost_usd=sum(answer.cost_usd for answer in answers),
     )
 
 
-class PairMaker:
-    """Asks all teachers about turns of one episode; ``on_turn`` is its observer."""
+@dataclass(slots=True)
+class _Question:
+    event: TurnEvent
+    reason: Reason
+    bill: Bill
 
-    def __init__(self, episode_id: str, teachers: Sequence[Teacher], rule: AskRule, counts: PairCounts):
+
+_Found = tuple[_Question, Sequence[TeacherAnswer], Agreement]
+"""A question that the teachers agreed on, otherwise than the agent."""
+
+
+class PairMaker:
+    """Asks all teachers about turns of one episode: ``keep`` and ``on_turn`` watch it being played.
+
+    Where pairs are verified, ``verify_in`` follows while its environment is still there; then ``pairs``.
+    """
+
+    def __init__(
+        self,
+        episode_id: str,
+        teachers: Sequence[Teacher],
+        rule: AskRule,
+        counts: PairCounts,
+        uncertainty: Uncertainty | None = None,
+    ) -> None:
+        self._episode_id = episode_id
         self._teachers = teachers
         self._rule = rule
         self._counts = counts
-        self._random = random.Random(f"ask:{episode_id}")
-        self._asked: dict[asyncio.Task[list[TeacherAnswer]], TurnEvent] = {}
+        self._uncertainty = uncertainty or Uncertainty()
+        self._plans: dict[int, Reason | None] = {}
+        self._asked: dict[asyncio.Task[list[TeacherAnswer]], _Question] = {}
+        self._num_asked = 0
+        self._made: list[PreferencePair] = []
+
+    def keep(self, turn: int, sample: Sample, calls: Sequence[ToolCall]) -> Keep:
+        """Whether the state before the turn has to stay at hand, in case that an action is tried there."""
+        if self._rule.verify == "none" or not self._may_ask(sample.finish_reason == "stop"):
+            return "no"
+        return "on_error" if self._plan(turn, sample.logprobs) is None else "always"
 
     def on_turn(self, event: TurnEvent) -> None:
         """Ask about this turn, or not; returns at once."""
-        chance = self._random.random() < self._rule.ask_probability
-        mistake = any(
-            error.cause is Cause.MODEL for error in event.errors
-        )  # a failing test shows one, is none
-        wanted = event.ended and (chance or mistake)
-        if wanted and len(self._asked) < self._rule.max_asks:
-            self._counts.asked_turns += 1
-            self._asked[asyncio.create_task(self._ask_all(event))] = event
+        # A failing test shows a mistake, and is none.
+        mistake = any(error.cause is Cause.MODEL for error in event.errors)
+        plan = self._plan(event.turn, event.logprobs)
+        reason = Reason.ERROR if mistake else plan
+        if reason is None or not self._may_ask(event.ended):
+            return
+        self._num_asked += 1
+        self._counts.asked_turns += 1
+        self._counts.value(reason).questions += 1
+        question = _Question(event, reason, Bill(self._episode_id))
+        self._asked[asyncio.create_task(self._ask_all(event, question.bill))] = question
+
+    async def verify_in(self, env: Environment) -> None:
+        """Make the pairs, where they have to be verified, in the environment that the episode was played in."""
+        if self._rule.verify == "none":
+            return
+        agreed = await self._answered()
+        try:
+            async with asyncio.timeout(VERIFY_TIMEOUT_S):
+                while agreed:
+                    await self._verify(env, *agreed[0])
+                    agreed.pop(0)
+        except (EnvironmentLost, TimeoutError):
+            self._counts.unverified[ENVIRONMENT_GONE] += len(agreed)
 
     async def pairs(self) -> tuple[PreferencePair, ...]:
         """The pairs of the episode; waits for answers up to the deadline and drops the rest."""
-        if self._asked:
-            await asyncio.wait(self._asked, timeout=self._rule.deadline_s)
-        made = [self._pair(event, task.result()) for task, event in self._asked.items() if task.done()]
-        self._counts.late += await self.cancel()
-        return tuple(pair for pair in made if pair is not None)
+        if self._rule.verify == "none":
+            for found in await self._answered():
+                self._add(*found, verified=False)
+        return tuple(self._made)
 
-    async def cancel(self) -> int:
-        """Stop asking; the number of questions that were still open."""
+    async def cancel(self) -> None:
+        """Stop asking."""
         late = [task for task in self._asked if not task.done()]
         for task in late:
             task.cancel()
         await asyncio.gather(*late, return_exceptions=True)
+        self._counts.late += len(late)
+        for question in self._asked.values():
+            self._counts.cost_usd += question.bill.usd
+            self._counts.value(question.reason).cost_usd += question.bill.usd
         self._asked.clear()
-        return len(late)
 
-    async def _ask_all(self, event: TurnEvent) -> list[TeacherAnswer]:
-        questions = [teacher.ask(event.messages, event.task.tools) for teacher in self._teachers]
+    def _may_ask(self, ended: bool) -> bool:
+        return ended and self._num_asked < self._rule.max_asks
+
+    def _plan(self, turn: int, logprobs: Sequence[float]) -> Reason | None:
+        if turn not in self._plans:
+            self._plans[turn] = planned(self._rule, self._uncertainty, self._episode_id, turn, logprobs)
+        return self._plans[turn]
+
+    async def _ask_all(self, event: TurnEvent, bill: Bill) -> list[TeacherAnswer]:
+        questions = [teacher.ask(event.messages, event.task.tools, bill) for teacher in self._teachers]
         return list(await asyncio.gather(*questions))
 
-    def _pair(self, event: TurnEvent, answers: Sequence[TeacherAnswer]) -> PreferencePair | None:
+    async def _answered(self) -> list[_Found]:
+        """What the teachers said in time and agree on."""
+        if self._asked:
+            await asyncio.wait(self._asked, timeout=self._rule.deadline_s)
+        in_time = [(task.result(), question) for task, question in self._asked.items() if task.done()]
+        await self.cancel()
+        found = [self._agreed(question, answers) for answers, question in in_time]
+        return [one for one in found if one is not None]
+
+    def _agreed(self, question: _Question, answers: Sequence[TeacherAnswer]) -> _Found | None:
         counts = self._counts
         counts.answers += sum(answer.call is not None for answer in answers)
+        counts.cached += sum(answer.cached for answer in answers)
         counts.errors.update(answer.teacher for answer in answers if answer.error is not None)
-        counts.cost_usd += sum(answer.cost_usd for answer in answers)
+        counts.over_budget += sum(answer.over_budget for answer in answers)
         agreed = agree(answers, self._rule.agree)
         if agreed is None:
             counts.disagreed += 1
             return None
-        if [canonical(call) for call in event.calls] == [canonical(agreed.call)]:
+        if [canonical(call) for call in question.event.calls] == [canonical(agreed.call)]:
             counts.same += 1
             return None
+        return question, answers, agreed
+
+    async def _verify(
+        self, env: Environment, question: _Question, answers: Sequence[TeacherAnswer], agreed: Agreement
+    ) -> None:
+        assert self._rule.verify != "none"
+        problem = await objection(env, question.event, agreed.call, self._rule.verify)
+        if problem is None:
+            self._add(question, answers, agreed, verified=True)
+        else:
+            self._counts.unverified[problem] += 1
+
+    def _add(
+        self, question: _Question, answers: Sequence[TeacherAnswer], agreed: Agreement, *, verified: bool
+    ) -> None:
         try:
-            pair = make_pair(event, answers, agreed)
+            pair = make_pair(question.event, answers, agreed, verified=verified)
         except RenderError:
-            counts.unrenderable += 1
-            return None
-        counts.pairs += 1
-        return pair
+            self._counts.unrenderable += 1
+            return
+        self._made.append(pair)
+        self._counts.pairs += 1
+        self._counts.value(question.reason).pairs += 1

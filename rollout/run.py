@@ -9,12 +9,11 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
-import httpx
 import stamina
 import structlog
 
@@ -26,12 +25,11 @@ from hintloop.replay.episode import Episode
 from hintloop.replay.journal import Journal, JournalWriter
 from hintloop.replay.weights import WeightStore, version_name
 from hintloop.rollout.config import EvaluationConfig, RolloutConfig, TeachersConfig
-from hintloop.rollout.evaluate import Evaluation, draw_tasks
-from hintloop.rollout.manager import Asking, GroupRule, Manager, choose_task
+from hintloop.rollout.evaluate import Evaluation, draw_tasks, held_out
+from hintloop.rollout.manager import GroupRule, Manager, choose_task
 from hintloop.rollout.pacing import Pacer
-from hintloop.rollout.pairs import AskRule
 from hintloop.rollout.status import Board, beat, write_json
-from hintloop.rollout.teachers import Teacher
+from hintloop.rollout.teaching import Asking, open_asking
 from hintloop.rollout.weights import Fetched, Score, check_probe, first_version, next_version
 
 WRITER = "rollout"
@@ -39,6 +37,8 @@ ENV_WAIT_S = 120.0
 """How long an episode waits for a free environment, or for a server that is starting again."""
 KEPT_VERSIONS = 2
 """Fetched versions that stay in the cache."""
+ROSTER = "engines.txt"
+"""File of a run's folder that names its inference servers, while it is there."""
 _log = structlog.get_logger(__name__)
 
 
@@ -59,6 +59,8 @@ class Agent:
     engine: RunningEngine
     chat: ChatFormat
     score: Score | None = None
+    servers: Callable[[], list[dict[str, Any]]] | None = None
+    """What each inference server is doing. Given when the engine is servers, which fetch and check by themselves."""
 
 
 LoadAgent = Callable[[Fetched], Agent]
@@ -117,7 +119,7 @@ def run_rollout(
         config=config,
         evaluation=evaluation,
         teachers=teachers,
-        load_agent=load_agent or partial(load_local_agent, config=config, seed=seed),
+        load_agent=load_agent or _loader(run_dir, weights_uri, config, seed),
     )
     return asyncio.run(_until_signal(run))
 
@@ -137,6 +139,30 @@ def load_local_agent(first: Fetched, *, config: RolloutConfig, seed: int) -> Age
         stop_ids=chat.renderer.get_stop_token_ids(),
     )
     return Agent(engine, chat, engine.score)
+
+
+def load_remote_agent(first: Fetched, *, config: RolloutConfig, weights_uri: str, roster: Path) -> Agent:
+    """Inference servers as the engine; ``roster`` is the file that may name others than ``config``."""
+    from hintloop.rollout.engines.pool import Pool
+    from hintloop.rollout.engines.vllm import Patience
+
+    chat = load_renderer(first.folder)
+    pool = Pool(
+        config.engines,
+        weights_uri=weights_uri if "://" in weights_uri else str(Path(weights_uri).expanduser().absolute()),
+        stop_ids=chat.renderer.get_stop_token_ids(),
+        patience=Patience(turn=config.engine_timeout_s, join=config.idle_timeout_s),
+        probe_tolerance=config.probe_tolerance,
+        roster=roster,
+    )
+    return Agent(pool, chat, servers=pool.servers)
+
+
+def _loader(run_dir: Path, weights_uri: str, config: RolloutConfig, seed: int) -> LoadAgent:
+    if not config.engines:
+        return partial(load_local_agent, config=config, seed=seed)
+    roster = run_dir / ROSTER
+    return partial(load_remote_agent, config=config, weights_uri=weights_uri, roster=roster)
 
 
 async def _until_signal(run: _Run) -> RolloutSummary:
@@ -205,7 +231,7 @@ class _Run:
 
     async def _run(self) -> None:
         config, cache = self.config, self.run_dir / "cache" / "weights"
-        self._check_splits()
+        held_out(self.splits, self.evaluation.splits, self.config.split)  # before anything is started
         self.board.say("waiting for the learner to publish the first weights")
         first = await first_version(self.store, cache, poll_s=config.poll_s, timeout_s=config.idle_timeout_s)
         self.board.say(f"loading version {first.version}")
@@ -213,7 +239,10 @@ class _Run:
         async with AsyncExitStack() as stack:
             stack.push_async_callback(agent.engine.close)
             stack.push_async_callback(self.pool.close)
-            await check_probe(first, agent.score)
+            if agent.engine.version != first.version:
+                self.board.say(f"bringing the inference servers to version {first.version}")
+                await agent.engine.load_weights(first.folder, first.version)
+            await check_probe(first, agent.score, config.probe_tolerance)
             done = await asyncio.to_thread(self.journal.group_ids)
             self.pacer = Pacer(
                 groups_per_step=config.groups_per_step,
@@ -222,7 +251,7 @@ class _Run:
                 version=first.version,
             )
             player = self._player(agent)
-            asking = await self._asking(stack)
+            asking = await open_asking(self.teachers, self.run_dir, stack)
             self._show(agent, asking)
             last = first
             if first.version == 0:
@@ -231,13 +260,6 @@ class _Run:
                 last = await self._play(player, agent, asking, done, cache, first)
             await self._evaluate("after", player, self.evaluation.num_tasks)
             assert last.final
-
-    def _check_splits(self) -> None:
-        for split in (self.config.split, *self.evaluation.splits):
-            if not self.splits.get(split):
-                raise ValueError(
-                    f"the task set has no split {split!r}; it has {', '.join(sorted(self.splits))}"
-                )
 
     def _player(self, agent: Agent) -> Player:
         return Player(
@@ -248,26 +270,6 @@ class _Run:
             max_tokens=self.config.max_tokens,
             hint_role=self.config.hint_role,
         )
-
-    async def _asking(self, stack: AsyncExitStack) -> Asking | None:
-        settings = self.teachers
-        if not settings.teachers or not settings.max_asks_per_episode:
-            return None
-        client = await stack.enter_async_context(httpx.AsyncClient())
-        rule = AskRule(
-            settings.agree, settings.ask_probability, settings.max_asks_per_episode, settings.deadline_s
-        )
-        made = [
-            Teacher(
-                spec,
-                client,
-                timeout_s=settings.timeout_s,
-                attempts=settings.attempts,
-                in_flight=settings.in_flight,
-            )
-            for spec in settings.teachers
-        ]
-        return Asking(made, rule)
 
     def _show(self, agent: Agent, asking: Asking | None) -> None:
         """Put what others count on the board."""
@@ -282,8 +284,10 @@ class _Run:
             "waited_s": lambda: round(pacer.waited_s, 2),
             "engine": agent.engine.stats,
         }
+        if agent.servers is not None:
+            self.board.details["servers"] = agent.servers
         if asking is not None:
-            self.board.details["teachers"] = lambda: asdict(asking.counts)
+            self.board.details["teachers"] = asking.snapshot
 
     async def _play(
         self, player: Player, agent: Agent, asking: Asking | None, done: set[str], cache: Path, first: Fetched
@@ -320,9 +324,11 @@ class _Run:
         """Load every new version until the final one; returns that."""
         assert self.pacer is not None
         while not now.final:
-            now = await next_version(self.store, cache, after=now.version, poll_s=self.config.poll_s)
+            now = await next_version(
+                self.store, cache, after=now.version, poll_s=self.config.poll_s, whole=agent.servers is None
+            )
             await agent.engine.load_weights(now.folder, now.version)
-            await check_probe(now, agent.score)
+            await check_probe(now, agent.score, self.config.probe_tolerance)
             self.pacer.loaded(now.version)
             await asyncio.to_thread(_drop_old, cache, now.version)
             if not now.final and self._is_due(now.version):
@@ -340,8 +346,8 @@ class _Run:
         return Evaluation(
             run_dir=self.run_dir,
             tasks={
-                split: draw_tasks(self.splits[split], settings.num_tasks, self.seed)
-                for split in settings.splits
+                split: draw_tasks(tasks, settings.num_tasks, self.seed)
+                for split, tasks in held_out(self.splits, settings.splits, self.config.split).items()
             },
             temperatures=settings.temperatures,
             max_new_tokens=self.config.max_new_tokens,

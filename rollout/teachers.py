@@ -1,27 +1,32 @@
 """Teachers: stronger models behind an OpenAI-compatible chat API, asked what they would do at one turn.
 
-A teacher may be slow, wrong or gone; none of that may disturb an episode. So an answer is always data: a
-call, or what went wrong.
+A teacher may be slow, wrong, dear or gone; none of that may disturb an episode. So an answer is always data: a
+call, or what went wrong. What an attempt may cost at worst is set aside in the ledger before it is made.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
-import os
+import random
 import time
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import httpx
-import stamina
 
 from hintloop.envs.models import ToolCall
+from hintloop.rollout.answer_cache import AnswerCache, cache_key
+from hintloop.rollout.chat_api import ChatApi, Failed, parse_call, usage
 from hintloop.rollout.config import TeacherSpec
+from hintloop.rollout.ledger import Ledger, LedgerFailed, OverBudget, Reservation
+from hintloop.rollout.pace import Pace
 
-RETRY_STATUS = frozenset({408, 409, 425, 429, 500, 502, 503, 504})
-MAX_ERROR_CHARS = 200
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.2, 5.0
+PROMPT_MARGIN = 1024
+"""Tokens that a teacher's own template may add to a prompt, over the bytes of the request."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,114 +37,146 @@ class TeacherAnswer:
     call: ToolCall | None
     error: str | None
     cost_usd: float
+    """What was booked for it; the worst case for each attempt whose outcome is not known."""
     seconds: float
+    cached: bool = False
+    """It was asked before, and comes from the disk."""
+    over_budget: bool = False
+    """It was not asked, for what it might cost."""
 
 
-class _Refused(Exception):
-    """An answer that asking again may change, after ``wait`` seconds if the teacher said so."""
+@dataclass(slots=True)
+class Bill:
+    """What one question has cost so far, with all its teachers and attempts; grows while they are asked."""
 
-    def __init__(self, status: int, wait: float | None):
-        super().__init__(f"HTTP {status}")
-        self.wait = wait
+    episode: str = ""
+    usd: float = 0.0
 
 
 class Teacher:
-    """Asks one teacher. The HTTP client is shared and belongs to the caller."""
+    """Asks one teacher. The HTTP client, the ledger and the cache are shared and belong to the caller."""
 
     def __init__(
-        self, spec: TeacherSpec, client: httpx.AsyncClient, *, timeout_s: float, attempts: int, in_flight: int
+        self,
+        spec: TeacherSpec,
+        client: httpx.AsyncClient,
+        *,
+        timeout_s: float,
+        attempts: int,
+        in_flight: int,
+        ledger: Ledger | None = None,
+        cache: AnswerCache | None = None,
     ) -> None:
         """``timeout_s`` is for a question with all its ``attempts``; ``in_flight`` is how many run at once.
 
-        ``ValueError`` when the environment variable of the key is not set.
+        ``ValueError`` when the environment variable of the key is not set, or cannot be one.
         """
         self.spec = spec
-        self._client = client
         self._timeout_s = timeout_s
         self._attempts = attempts
         self._slots = asyncio.Semaphore(in_flight)
-        self._headers = {}
-        if spec.api_key_env is not None:
-            key = os.environ.get(spec.api_key_env)
-            if not key:
-                raise ValueError(
-                    f"teacher {spec.name}: the environment variable {spec.api_key_env} is not set"
-                )
-            self._headers["Authorization"] = f"Bearer {key}"
+        self._pace = Pace(spec.requests_per_minute)
+        self._ledger = ledger
+        self._cache = cache
+        self._asking: weakref.WeakValueDictionary[str, asyncio.Lock] = weakref.WeakValueDictionary()
+        self._api = ChatApi(spec, client, timeout_s=timeout_s)
 
-    async def ask(self, messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]]) -> TeacherAnswer:
-        """The teacher's next call for an OpenAI-style transcript; ``tools`` are plain function specs."""
-        started = time.monotonic()
+    async def ask(
+        self, messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]], bill: Bill | None = None
+    ) -> TeacherAnswer:
+        """The teacher's next call for an OpenAI-style transcript; ``tools`` are plain function specs.
+
+        ``bill`` grows by what is booked, also when this is cancelled.
+        """
         body = {
             "model": self.spec.model,
             "messages": list(messages),
             "tools": [{"type": "function", "function": spec} for spec in tools],
             "tool_choice": "required",
+            "max_tokens": self.spec.max_answer_tokens,
         }
-        call, error, cost = None, None, 0.0
+        started, own = time.monotonic(), Bill(bill.episode if bill else "")
+        call, error, cached, over_budget = None, None, False, False
         try:
-            async with asyncio.timeout(self._timeout_s), self._slots:
-                reply = await self._post(body)
-            cost = self._cost(reply)
-            call = parse_call(reply)
+            async with asyncio.timeout(self._timeout_s):
+                call, cached = await self._call(body, own)
         except TimeoutError:
             error = f"no answer within {self._timeout_s:g} s"
-        except (httpx.HTTPError, _Refused, ValueError) as problem:
-            error = f"{type(problem).__name__}: {problem}"[:MAX_ERROR_CHARS]
-        return TeacherAnswer(self.spec.name, call, error, cost, time.monotonic() - started)
+        except OverBudget as problem:
+            error, over_budget = str(problem), True
+        except (Failed, ValueError, LedgerFailed) as problem:
+            error = str(problem)
+        finally:
+            if bill is not None:
+                bill.usd += own.usd
+        seconds = time.monotonic() - started
+        return TeacherAnswer(self.spec.name, call, error, own.usd, seconds, cached, over_budget)
 
-    async def _post(self, body: dict[str, Any]) -> dict[str, Any]:
-        retries = stamina.retry_context(
-            on=_try_again, attempts=self._attempts, timeout=None, wait_initial=0.2, wait_max=5.0
-        )
-        async for attempt in retries:
-            with attempt:
-                return await self._post_once(body)
-        raise AssertionError("stamina raises after the last attempt")
+    async def _call(self, body: dict[str, Any], bill: Bill) -> tuple[ToolCall, bool]:
+        """The call, and whether it comes from the cache. Who asks the same at the same time waits for the first."""
+        if self._cache is None:
+            return parse_call(await self._reply(body, bill)), False
+        key = cache_key(self._api.url, body)
+        async with self._asking.setdefault(key, asyncio.Lock()):
+            found = self._cache.get(key)
+            if found is not None:
+                return found, True
+            call = parse_call(await self._reply(body, bill))
+            self._cache.put(key, call)
+            return call, False
 
-    async def _post_once(self, body: dict[str, Any]) -> dict[str, Any]:
-        url = self.spec.base_url.rstrip("/") + "/chat/completions"
-        response = await self._client.post(url, json=body, headers=self._headers, timeout=self._timeout_s)
-        if response.status_code in RETRY_STATUS:
-            raise _Refused(response.status_code, _retry_after(response))
-        if response.status_code != 200:
-            raise ValueError(f"HTTP {response.status_code}: {response.text[:MAX_ERROR_CHARS]}")
-        reply = response.json()
-        if not isinstance(reply, dict):
-            raise ValueError("the answer is no JSON object")
-        return reply
+    async def _reply(self, body: dict[str, Any], bill: Bill) -> dict[str, Any]:
+        """The reply of the first attempt that has one."""
+        data = json.dumps(body).encode()
+        for number in range(1, self._attempts + 1):
+            try:
+                async with self._slots:
+                    await self._pace.take()
+                    return await self._attempt(data, bill)
+            except Failed as failed:
+                if not failed.again or number == self._attempts:
+                    raise
+                if failed.wait is not None:
+                    self._pace.hold_for(failed.wait)  # nobody else asks it meanwhile either
+                    continue
+            pause = min(FIRST_PAUSE_S * 2 ** (number - 1), LONGEST_PAUSE_S)
+            await asyncio.sleep(pause * (0.5 + random.random()))
+        raise AssertionError("the last attempt returns or raises")
 
-    def _cost(self, reply: dict[str, Any]) -> float:
-        spent_in = _tokens(reply, "prompt_tokens") * self.spec.usd_per_mtok_in
-        spent_out = _tokens(reply, "completion_tokens") * self.spec.usd_per_mtok_out
-        return (spent_in + spent_out) / 1e6
+    async def _attempt(self, data: bytes, bill: Bill) -> dict[str, Any]:
+        """One request, with its place in the ledger from before it to after it."""
+        worst = self._price(len(data) + PROMPT_MARGIN, self.spec.max_answer_tokens)
+        held = await self._reserve(bill.episode, worst)
+        cost = worst  # while the outcome is not known, as it never is after a timeout
+        try:
+            reply = await self._api.post(data)
+            spent = usage(reply)
+            cost = worst if spent is None else self._price(*spent)
+            return reply
+        except Failed as failed:
+            cost = worst if failed.billed else 0.0
+            raise
+        finally:
+            bill.usd += cost
+            if held is not None and self._ledger is not None:
+                self._ledger.settle(held, cost)
 
+    async def _reserve(self, episode: str, worst: float) -> Reservation | None:
+        """In a thread, for the ledger waits for the disk."""
+        ledger = self._ledger
+        if ledger is None or worst == 0:
+            return None
+        reserving = asyncio.ensure_future(asyncio.to_thread(ledger.reserve, episode, worst))
 
-def _try_again(error: Exception) -> bool | float:
-    if isinstance(error, _Refused):
-        return True if error.wait is None else error.wait
-    return isinstance(error, httpx.TransportError)
+        def give_back(done: asyncio.Future[Reservation]) -> None:
+            if not done.cancelled() and done.exception() is None:
+                ledger.settle(done.result(), 0.0)
 
+        try:
+            return await asyncio.shield(reserving)
+        except asyncio.CancelledError:
+            reserving.add_done_callback(give_back)
+            raise
 
-def _retry_after(response: httpx.Response) -> float | None:
-    value = response.headers.get("retry-after", "")
-    return float(value) if value.isdigit() else None
-
-
-def _tokens(reply: dict[str, Any], name: str) -> int:
-    usage = reply.get("usage")
-    count = usage.get(name) if isinstance(usage, dict) else None
-    return count if isinstance(count, int) else 0
-
-
-def parse_call(reply: dict[str, Any]) -> ToolCall:
-    """The first tool call of a chat completion. ``ValueError`` when there is none that can be read."""
-    try:
-        function = reply["choices"][0]["message"]["tool_calls"][0]["function"]
-        name, arguments = function["name"], function["arguments"]
-        parsed = json.loads(arguments) if isinstance(arguments, str) else arguments
-    except (KeyError, IndexError, TypeError):
-        raise ValueError("the answer holds no tool call") from None
-    if not isinstance(name, str) or not isinstance(parsed, dict):
-        raise ValueError("the answer's tool call has no name or no arguments")
-    return ToolCall(name=name, arguments=parsed)
+    def _price(self, tokens_in: int, tokens_out: int) -> float:
+        return (tokens_in * self.spec.usd_per_mtok_in + tokens_out * self.spec.usd_per_mtok_out) / 1e6

@@ -8,15 +8,17 @@ from __future__ import annotations
 
 import asyncio
 import math
+import os
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
 import structlog
 
-from hintloop.replay.weights import DigestMismatch
+from hintloop.replay.weights import MANIFEST, DigestMismatch, version_name
 
 PROBE_TOLERANCE = 1e-3
 """Largest difference of a log-probability, nats."""
@@ -32,6 +34,7 @@ class Manifest(Protocol):
     def version(self) -> int: ...
     @property
     def metadata(self) -> dict[str, Any]: ...
+    def to_json(self) -> bytes: ...
 
 
 class Store(Protocol):
@@ -81,16 +84,23 @@ async def first_version(store: Store, cache: Path, *, poll_s: float, timeout_s: 
         await asyncio.sleep(poll_s)
 
 
-async def next_version(store: Store, cache: Path, *, after: int, poll_s: float) -> Fetched:
-    """The newest version once there is one after ``after``. Waits without end: pacing has the deadline."""
+async def next_version(
+    store: Store, cache: Path, *, after: int, poll_s: float, whole: bool = True
+) -> Fetched:
+    """The newest version once there is one after ``after``. Waits without end: pacing has the deadline.
+
+    Unless ``whole``, its folder holds the manifest only: for an engine whose servers fetch by themselves.
+    """
     while True:
-        newest = await _newest(store, cache, after=after)
+        newest = await _newest(store, cache, after=after, whole=whole)
         if newest is not None:
             return newest
         await asyncio.sleep(poll_s)
 
 
-async def check_probe(fetched: Fetched, score: Score | None) -> float | None:
+async def check_probe(
+    fetched: Fetched, score: Score | None, tolerance: float = PROBE_TOLERANCE
+) -> float | None:
     """Compare the engine with the version's probe; the largest difference, or None without a comparison.
 
     The probe is ``{"token_ids": [...], "logprobs": [...]}``, with one log-probability for each token after
@@ -107,7 +117,7 @@ async def check_probe(fetched: Fetched, score: Score | None) -> float | None:
         )
     differences = [abs(a - b) for a, b in zip(ours, theirs, strict=True)]
     worst = math.nan if any(map(math.isnan, differences)) else max(differences, default=0.0)
-    if not worst <= PROBE_TOLERANCE:
+    if not worst <= tolerance:
         raise WeightsRefused(
             f"version {fetched.version}: the engine's log-probabilities differ from the learner's "
             f"by {worst:.2g} nats"
@@ -115,15 +125,26 @@ async def check_probe(fetched: Fetched, score: Score | None) -> float | None:
     return worst
 
 
-async def _newest(store: Store, cache: Path, *, after: int) -> Fetched | None:
+async def _newest(store: Store, cache: Path, *, after: int, whole: bool = True) -> Fetched | None:
     manifest = await asyncio.to_thread(store.latest)
     if manifest is None or manifest.version <= after:
         return None
     try:
-        folder = await asyncio.to_thread(store.fetch, manifest.version, cache)
+        fetch = partial(store.fetch, manifest.version) if whole else partial(_put_manifest, manifest)
+        folder = await asyncio.to_thread(fetch, cache)
     except (OSError, DigestMismatch) as error:
         # Pruned meanwhile, or a storage that fails for now: whoever waits has a deadline of his own.
         _log.warning("weights_not_fetched", version=manifest.version, error=repr(error))
         return None
     final = bool(manifest.metadata.get("final"))
     return Fetched(manifest.version, folder, final, manifest.metadata)
+
+
+def _put_manifest(manifest: Manifest, cache: Path) -> Path:
+    """The version's folder in the cache, with nothing but its manifest unless it is there already."""
+    folder = cache / version_name(manifest.version)
+    folder.mkdir(parents=True, exist_ok=True)
+    part = folder / f".{MANIFEST}.{os.getpid()}"
+    part.write_bytes(manifest.to_json())
+    part.replace(folder / MANIFEST)
+    return folder

@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+SKELETONS = "envs/skeletons/"
+"""Tasks to start from: data, with Python files among them."""
 FOLDERS = ("agent", "cli", "containers", "envs", "learner", "replay", "rollout")
 
 
@@ -42,13 +44,13 @@ def wheel_names(repository: Path, sources: list[str], tmp_path_factory: pytest.T
 
 
 def test_wheel_holds_exactly_the_modules_of_the_tree(sources: list[str], wheel_names: list[str]) -> None:
-    expected = {f"hintloop/{name}" for name in _ours(sources) if name.endswith(".py")}
-    assert {name for name in wheel_names if name.endswith(".py")} == expected
+    expected = {f"hintloop/{name}" for name in _modules(sources)}
+    assert {name for name in wheel_names if name.endswith(".py") and SKELETONS not in name} == expected
 
 
 def test_wheel_holds_the_data_files_of_the_tree(sources: list[str], wheel_names: list[str]) -> None:
-    kinds = ("py.typed", ".toml", ".json", ".safetensors", ".jinja")
-    expected = {f"hintloop/{name}" for name in _ours(sources) if name.endswith(kinds)}
+    kinds = ("py.typed", ".toml", ".yaml", ".json", ".safetensors", ".jinja", ".html", ".css")
+    expected = {f"hintloop/{name}" for name in _ours(sources) if name.endswith(kinds) or SKELETONS in name}
     assert expected
     assert expected <= set(wheel_names)
 
@@ -60,15 +62,19 @@ def test_only_top_level_name_of_the_wheel_is_hintloop(wheel_names: list[str]) ->
 
 def test_every_folder_with_modules_is_a_listed_package(repository: Path, sources: list[str]) -> None:
     listed = tomllib.loads((repository / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]
-    folders = {str(Path(name).parent) for name in _ours(sources) if name.endswith(".py")}
+    folders = {str(Path(name).parent) for name in _modules(sources)}
     assert {f"hintloop.{folder.replace('/', '.')}" for folder in folders} == set(listed)
 
 
 def test_every_folder_with_modules_has_an_init(sources: list[str]) -> None:
-    modules = [name for name in _ours(sources) if name.endswith(".py")]
+    modules = _modules(sources)
     assert {str(Path(name).parent / "__init__.py") for name in modules} <= set(modules)
 
 
 def _ours(sources: list[str]) -> list[str]:
     """Those that belong into the wheel."""
     return [name for name in sources if name.split("/")[0] in FOLDERS and "/" in name]
+
+
+def _modules(sources: list[str]) -> list[str]:
+    return [name for name in _ours(sources) if name.endswith(".py") and not name.startswith(SKELETONS)]

@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Protocol
 
+from hintloop.envs.grading.result import Grade, VisibleResult
 from hintloop.envs.sandbox.base import CallResult, SandboxProvider
-from hintloop.envs.task import Case, Task
+from hintloop.envs.task import Case, FunctionTests, Task
 
 MAX_GOT_CHARS = 40
 GRADE_SECONDS = 5.0
+VISIBLE_SECONDS = 2.0
 
 
 class Caller(Protocol):
@@ -34,15 +36,6 @@ class CaseResult:
     got: str
 
 
-@dataclass(frozen=True, slots=True)
-class Grade:
-    """Outcome of a whole attempt: ``reward`` is 1.0 when every hidden case passes, else 0.0."""
-
-    reward: float
-    parts: dict[str, float] = field(default_factory=dict)
-    """``tests``: the fraction of hidden cases that pass."""
-
-
 def run_cases(
     sandbox: Caller, path: str, function: str, cases: Sequence[Case], *, timeout: float
 ) -> list[CaseResult]:
@@ -51,18 +44,36 @@ def run_cases(
     return [_case_result(case, result) for case, result in zip(cases, results, strict=True)]
 
 
+def run_visible(sandbox: Caller, tests: FunctionTests) -> VisibleResult:
+    """How many visible cases pass, and the first one that does not. Raises ``SandboxDead``."""
+    results = run_cases(sandbox, tests.path, tests.function, tests.visible, timeout=VISIBLE_SECONDS)
+    failed = [(case, r) for case, r in zip(tests.visible, results, strict=True) if not r.passed]
+    output = f"{len(results) - len(failed)}/{len(results)} pass"
+    if not failed:
+        return VisibleResult(True, output)
+    case, result = failed[0]
+    arguments = ", ".join(map(repr, case.args))
+    return VisibleResult(
+        False, f"{output}, FAIL {tests.function}({arguments}) gave {result.got} want {case.expected!r}"
+    )
+
+
 def grade(
-    provider: SandboxProvider, task: Task, files: dict[str, str], *, timeout: float = GRADE_SECONDS
+    provider: SandboxProvider,
+    task: Task,
+    tests: FunctionTests,
+    files: dict[str, str],
+    *,
+    timeout: float = GRADE_SECONDS,
 ) -> Grade:
     """Grade ``files`` (path -> content, as handed in) on the hidden cases, in a fresh sandbox of their own.
 
     Raises ``SandboxDead`` for infrastructure trouble: that is no grade. Files that no sandbox can hold fail.
     """
-    tests = task.tests
     if not tests.hidden:
         raise ValueError(f"task {task.task_id} has no hidden cases, so nothing can be graded")
     try:
-        sandbox = provider.start(files)
+        sandbox = provider.start(files, task.sandbox)
     except ValueError:
         return Grade(0.0, {"tests": 0.0})
     try:
@@ -83,10 +94,20 @@ def same(left: Any, right: Any) -> bool:
     if type(left) is not type(right):
         return False
     if isinstance(left, dict):
-        return left.keys() == right.keys() and all(same(value, right[key]) for key, value in left.items())
+        alike = set(map(_typed, left)) == set(map(_typed, right))
+        return alike and all(same(value, right[key]) for key, value in left.items())
+    if isinstance(left, set | frozenset):
+        return set(map(_typed, left)) == set(map(_typed, right))
     if isinstance(left, float) and math.isnan(left):
         return math.isnan(right)
     return bool(left == right)
+
+
+def _typed(key: Any) -> Any:
+    """A key or item of a set, such that only one of the same type equals it."""
+    if isinstance(key, tuple | frozenset):
+        return type(key), type(key)(map(_typed, key))
+    return type(key), key
 
 
 def _case_result(case: Case, result: CallResult) -> CaseResult:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, Protocol
+
+from hintloop.envs.sandbox import limits
 
 
 class Status(StrEnum):
@@ -27,6 +29,8 @@ class ExecResult:
     exit_code: int | None
     output: str
     seconds: float
+    left_running: bool = False
+    """Whether processes that it had started outlived it, when that was asked for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,15 +46,64 @@ class SandboxDead(Exception):
     """The sandbox or its runner is gone: an infrastructure failure, never the agent's score."""
 
 
+class Unsupported(SandboxDead):
+    """What a task asks for is not what this kind of sandbox can give; the message says what is missing."""
+
+
+@dataclass(frozen=True, slots=True)
+class Changes:
+    """Regular files of a working directory, as they differ from those that the sandbox began with; sorted."""
+
+    changed: list[str]
+    removed: list[str]
+    left_out: int
+    """How many more there are."""
+
+
+@dataclass(frozen=True, slots=True)
+class SandboxSpec:
+    """What a task asks of its sandbox."""
+
+    image: str | None = None
+    """Container image that the working directory and the programs come from; None: the provider's own."""
+    context: str | None = None
+    """Folder on the server, with a Dockerfile, that the image is built from when the engine has none of its name."""
+    env: dict[str, str] = field(default_factory=dict)
+    """What every command finds in its environment beside what is always there."""
+    memory: int = limits.MEMORY
+    """Bytes of address space of each process."""
+    disk: int = limits.DISK
+    """Bytes of the working directory, and of the temp folder."""
+    cpus: float = 1.0
+    """Share of processors, where the provider can bound it."""
+
+
+USUAL = SandboxSpec()
+"""What a task asks for that says nothing of it."""
+
+
 class Sandbox(Protocol):
-    """One isolated working directory with processes of its own. All paths are relative to the working directory."""
+    """One isolated working directory with processes of its own.
+
+    Paths are relative to the working directory, or absolute below it, ``/tests``, ``/logs`` or ``/solution``. These
+    three are empty at first; they are for who grades or solves.
+    """
 
     isolation: str
 
-    def exec(self, command: str, *, timeout: float, stdin: bytes = b"") -> ExecResult:
+    def exec(
+        self,
+        command: str,
+        *,
+        timeout: float,
+        stdin: bytes = b"",
+        env: dict[str, str] | None = None,
+        grace: float | None = None,
+    ) -> ExecResult:
         """Run a shell command; its whole process tree is dead when this returns.
 
-        ``timeout`` in seconds. Raises ``SandboxDead``.
+        ``timeout`` in seconds; ``env`` is added to the environment. ``grace``: seconds that other processes get to
+        end by themselves after the command, for ``left_running``; None kills them at once. Raises ``SandboxDead``.
         """
         ...
 
@@ -68,7 +121,7 @@ class Sandbox(Protocol):
     def read(self, path: str) -> bytes:
         """Content of a file.
 
-        ``FileNotFoundError``, ``PermissionError`` (outside of the working directory, or too large), ``SandboxDead``.
+        ``FileNotFoundError``, ``PermissionError`` (outside of the folders, or too large), ``SandboxDead``.
         """
         ...
 
@@ -77,14 +130,18 @@ class Sandbox(Protocol):
         ...
 
     def list_files(self) -> list[str]:
-        """All regular files, sorted, at most 1,000."""
+        """All regular files of the working directory, sorted, at most 1,000."""
+        ...
+
+    def changes(self) -> Changes:
+        """What is not as the sandbox was given out. A fork counts from the start of the first. ``SandboxDead``."""
         ...
 
     def fork(self) -> Sandbox:
         """A second sandbox of the same provider, with a copy of the working directory as it is now.
 
         Files, folders and links are copied with their modes and times; no process is alive that could be. What
-        lies in the temp folder stays behind. Both go on apart. Raises ``SandboxDead``.
+        lies in other folders stays behind. Both go on apart. Raises ``SandboxDead``.
         """
         ...
 
@@ -98,10 +155,11 @@ class SandboxProvider(Protocol):
 
     isolation: str
 
-    def start(self, files: dict[str, str]) -> Sandbox:
-        """A fresh sandbox that holds ``files``.
+    def start(self, files: dict[str, str], spec: SandboxSpec = USUAL) -> Sandbox:
+        """A fresh sandbox that holds ``files``, as ``spec`` asks for it.
 
-        Raises ``SandboxDead`` when none can be started and ``ValueError`` when the files cannot fit.
+        Raises ``SandboxDead`` when none can be started (``Unsupported`` when none ever can) and ``ValueError`` when
+        the files cannot fit.
         """
         ...
 

@@ -1,4 +1,4 @@
-"""Function calls in a runner: a forked child loads the file, calls the function, and reports plain JSON data.
+"""Function calls in a runner: a forked child loads the file, calls the function, and reports plain data.
 
 Nothing that decides is in the child: it is given arguments only, and results are compared on the server. Its
 report is therefore no more trustworthy than the values in it, and needs only to be well formed: one line per
@@ -11,18 +11,16 @@ import fcntl
 import gc
 import importlib
 import json
-import math
 import os
 import sys
 import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from hintloop.envs.sandbox import files, limits
+from hintloop.envs.sandbox import files, limits, values
 from hintloop.envs.sandbox.processes import Tree, supervise
 from hintloop.envs.sandbox.wire import Channel
 
-_NONE = type(None)
 _COMMON_IMPORTS = (
     "bisect",
     "collections",
@@ -40,10 +38,10 @@ _COMMON_IMPORTS = (
 def run_calls(
     root: str, path: str, function: str, calls: bytes, *, tree: Tree, server: Channel, timeout: float
 ) -> tuple[dict[str, Any], bytes]:
-    """Call ``function`` of the file ``path`` once per line of ``calls`` (a JSON array of arguments each).
+    """Call ``function`` of the file ``path`` once per line of ``calls``: a list of arguments as ``values`` writes it.
 
     The header's ``end`` is ``exit``, ``timeout``, ``memory``, ``processes``, ``died`` or ``forged``;
-    the body has one JSON line per finished call: ``{"value": ...}`` or ``{"error": "..."}``.
+    the body has one line per finished call, by ``values``: ``{"value": ...}`` or ``{"error": "..."}``.
     """
     report = _secret_report()
     nonce = os.urandom(16).hex().encode()
@@ -103,7 +101,7 @@ def _child(
         os.setsid()
         gc.enable()
         send = _reporter(report, nonce)
-        for answer in _answers(root, path, source, function, calls.split(b"\n")):
+        for answer in _answers(root, path, source, function, calls.decode().split("\n")):
             send(answer)
         code = 0
     finally:
@@ -121,11 +119,9 @@ def _reporter(fd: int, nonce: bytes) -> Callable[[str], None]:
     return send
 
 
-def _answers(
-    root: str, path: str, source: bytes | OSError, function: str, calls: list[bytes]
-) -> Iterator[str]:
+def _answers(root: str, path: str, source: bytes | OSError, function: str, calls: list[str]) -> Iterator[str]:
     """Yield one JSON object text per call."""
-    loads, describe, plain = json.loads, _describe, _plain_text
+    decode, describe, encode = values.decode, _describe, values.encode
     try:
         call = getattr(_load(root, path, source), function)
     except BaseException as error:  # noqa: BLE001 - foreign code may raise anything; it is the answer
@@ -135,7 +131,7 @@ def _answers(
         return
     for arguments in calls:
         try:
-            answer = plain(call(*loads(arguments)))
+            answer = f'{{"value": {encode(call(*decode(arguments)))}}}'
         except BaseException as error:  # noqa: BLE001 - as above
             answer = describe(error)
         yield answer
@@ -153,51 +149,14 @@ def _load(root: str, path: str, source: bytes | OSError) -> types.ModuleType:
     return module
 
 
-def _make_plain_text() -> Callable[[Any], str]:
-    dumps, isfinite, cap, max_depth = (
-        json.JSONEncoder(allow_nan=False).encode,
-        math.isfinite,
-        limits.VALUE,
-        limits.VALUE_DEPTH,
-    )
-
-    def check(value: Any, depth: int) -> None:
-        kind = type(value)
-        if kind is str or kind is int or kind is bool or kind is _NONE:
-            return
-        if kind is float:
-            if not isfinite(value):
-                raise ValueError(f"unsupported value {value!r}")
-        elif kind is not list and kind is not dict:
-            raise TypeError(f"unsupported type {kind.__name__}")
-        elif depth == 0:
-            raise ValueError("value nested too deeply")
-        elif kind is list:
-            for item in value:
-                check(item, depth - 1)
-        else:
-            for key, item in value.items():
-                if type(key) is not str:
-                    raise TypeError(f"unsupported type {type(key).__name__} of a key")
-                check(item, depth - 1)
-
-    def plain_text(value: Any) -> str:
-        check(value, max_depth)
-        text = dumps({"value": value})
-        if len(text) > cap:
-            raise ValueError("value too large")
-        return text
-
-    return plain_text
-
-
 def _make_describe() -> Callable[[BaseException], str]:
     dumps, get_name, cap = json.JSONEncoder().encode, type.__dict__["__name__"].__get__, limits.ERROR_CHARS
+    kind_of, text_of = type, str
 
     def describe(error: BaseException) -> str:
-        name = get_name(type(error))
+        name = get_name(kind_of(error))
         try:
-            message = " ".join(str(error).split())
+            message = " ".join(text_of(error).split())
         except BaseException:  # noqa: BLE001 - foreign code again; the type is told
             message = ""
         return dumps({"error": (f"{name}: {message}" if message else name)[:cap]})
@@ -205,7 +164,6 @@ def _make_describe() -> Callable[[BaseException], str]:
     return describe
 
 
-_plain_text = _make_plain_text()
 _describe = _make_describe()
 
 
@@ -215,5 +173,5 @@ def warm_up() -> None:
         importlib.import_module(name)
     namespace: dict[str, Any] = {}
     exec(compile("def warm(x):\n    return [x + 1, 'a', {'b': 0.5}]\n", "warm", "exec"), namespace)
-    json.loads(_plain_text(namespace["warm"](1)))
+    values.decode(values.encode(namespace["warm"](1)))
     _describe(ValueError("warm"))

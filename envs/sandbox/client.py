@@ -11,11 +11,11 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
-from hintloop.envs.sandbox import wire
-from hintloop.envs.sandbox.base import CallResult, ExecResult, SandboxDead, Status
+from hintloop.envs.sandbox import values, wire
+from hintloop.envs.sandbox.base import CallResult, Changes, ExecResult, SandboxDead, Status
 
 _START = 10.0
 """Seconds for a sandbox to start."""
@@ -24,7 +24,9 @@ _GRACE = 5.0
 _CLOSE = 2.0
 """Seconds that a runner gets to end by itself."""
 _COPY = 20.0
-"""Seconds for one part of a copy."""
+"""Seconds for one part of a copy, or a look at all files."""
+_FILL = 4 * 1024 * 1024
+"""Characters of the files that are written at once."""
 _STATUS = {"timeout": Status.TIMEOUT, "memory": Status.OOM, "flood": Status.OUTPUT_CAPPED}
 
 
@@ -44,11 +46,16 @@ class RunnerSandbox:
         sock: Connection,
         isolation: str,
         *,
+        env: dict[str, str],
         on_close: Callable[[bool], None],
         start_other: Callable[[], RunnerSandbox],
     ):
-        """``on_close`` is told, once, whether the runner ended by itself; ``start_other`` gives an empty sandbox."""
+        """``env`` is for every command.
+
+        ``on_close`` is told, once, whether the runner ended by itself; ``start_other`` gives an empty sandbox.
+        """
         self.isolation = isolation
+        self.env = env
         self._sock = sock
         self._on_close = on_close
         self._start_other = start_other
@@ -56,23 +63,33 @@ class RunnerSandbox:
         self._closing = threading.Lock()
         self._closed = False
 
-    def exec(self, command: str, *, timeout: float, stdin: bytes = b"") -> ExecResult:
+    def exec(
+        self,
+        command: str,
+        *,
+        timeout: float,
+        stdin: bytes = b"",
+        env: dict[str, str] | None = None,
+        grace: float | None = None,
+    ) -> ExecResult:
         """Run a shell command; its whole process tree is dead when this returns. Raises ``SandboxDead``."""
         code = command.encode("utf-8", "surrogatepass")
         if len(code) + len(stdin) > wire.MAX_BODY:
             return ExecResult(Status.NONZERO, 126, "cannot run: too long\n", 0.0)
-        header, body = self._ask(
-            {"op": "exec", "split": len(code), "timeout": timeout}, code + stdin, timeout
-        )
-        return _exec_result(header, body)
+        header = {"op": "exec", "split": len(code), "timeout": timeout, "grace": grace}
+        header["env"] = {**self.env, **(env or {})}
+        return _exec_result(*self._ask(header, code + stdin, timeout + (grace or 0.0)))
 
     def call_function(
         self, path: str, function: str, calls: Sequence[Sequence[Any]], *, timeout: float
     ) -> list[CallResult]:
-        """Call a function once per argument list in a fresh process; see ``base.Sandbox``."""
+        """Call a function once per argument list in a fresh process; see ``base.Sandbox``.
+
+        Raises ``values.NotData`` for arguments that are no plain data.
+        """
         if not calls:
             return []
-        body = "\n".join(json.dumps(list(arguments)) for arguments in calls).encode()
+        body = "\n".join(values.encode(list(arguments), wire.MAX_BODY) for arguments in calls).encode()
         request = {"op": "call", "path": path, "function": function, "timeout": timeout}
         return _call_results(*self._ask(request, body, timeout), len(calls))
 
@@ -92,11 +109,20 @@ class RunnerSandbox:
         files: list[str] = self._ask({"op": "list"})[0]["files"]
         return files
 
-    def fill(self, files: dict[str, str]) -> None:
-        """Write many text files at once. ``ValueError`` when they do not fit, ``SandboxDead``."""
-        header, _ = self._ask({"op": "fill"}, json.dumps(files).encode(), _START)
+    def changes(self) -> Changes:
+        """What differs from the start; see ``base.Sandbox``."""
+        header, body = self._ask({"op": "changes"}, b"", _COPY)
         if "refused" in header or "missing" in header:
-            raise ValueError(f"cannot write the files: {header}")
+            raise SandboxDead(f"the files cannot be looked at: {header}")
+        return Changes(**json.loads(body))
+
+    def fill(self, files: dict[str, str]) -> None:
+        """Write what the sandbox begins with. ``ValueError`` when it does not fit, ``SandboxDead``."""
+        for part in _parts(files):
+            header, _ = self._ask({"op": "fill"}, json.dumps(part).encode(), _START)
+            if "refused" in header or "missing" in header:
+                raise ValueError(f"cannot write the files: {header}")
+        self._begin([], [])
 
     def fork(self) -> RunnerSandbox:
         """A second sandbox that holds a copy of the working directory; see ``base.Sandbox``."""
@@ -124,7 +150,14 @@ class RunnerSandbox:
         with self._asking:
             self._sock.close()
 
+    def _begin(self, changed: list[str], removed: list[str]) -> None:
+        body = json.dumps({"changed": changed, "removed": removed}).encode()
+        header, _ = self._ask({"op": "begin"}, body, _COPY)
+        if "refused" in header or "missing" in header:
+            raise SandboxDead(f"the sandbox cannot begin: {header}")
+
     def _copy_to(self, other: RunnerSandbox) -> None:
+        changes = self.changes()
         position: list[int] | None = [0, 0]
         while position is not None:
             header, part = self._ask({"op": "pack", "position": position}, b"", _COPY)
@@ -133,6 +166,7 @@ class RunnerSandbox:
                 header, _ = other._ask({"op": "unpack"}, part, _COPY)
             if "refused" in header or "missing" in header:
                 raise SandboxDead(f"the working directory cannot be copied: {header}")
+        other._begin(changes.changed, changes.removed)
 
     def _ask_about_file(self, header: dict[str, Any], body: bytes = b"") -> wire.Message:
         if len(header["path"]) > 4096 or len(body) > wire.MAX_BODY:
@@ -167,6 +201,18 @@ class RunnerSandbox:
         raise SandboxDead(f"the sandbox failed: {problem}")
 
 
+def _parts(files: dict[str, str]) -> Iterator[dict[str, str]]:
+    part: dict[str, str] = {}
+    size = 0
+    for path, text in files.items():
+        if part and size + len(text) > _FILL:
+            yield part
+            part, size = {}, 0
+        part[path] = text
+        size += len(text)
+    yield part
+
+
 def _reaches_end(sock: Connection, deadline: float) -> bool:
     """Whether the peer closes its end before the deadline."""
     try:
@@ -192,7 +238,8 @@ def _exec_result(header: dict[str, Any], body: bytes) -> ExecResult:
     status = _STATUS.get(end, Status.OK if code == 0 else Status.NONZERO)
     if end == "exit" and header["left_out"]:
         status = Status.OUTPUT_CAPPED
-    return ExecResult(status, None if end == "timeout" else code, output, header["seconds"])
+    exit_code = None if end == "timeout" else code
+    return ExecResult(status, exit_code, output, header["seconds"], header["left_running"])
 
 
 def _call_results(header: dict[str, Any], body: bytes, count: int) -> list[CallResult]:
@@ -214,15 +261,11 @@ def _call_results(header: dict[str, Any], body: bytes, count: int) -> list[CallR
 
 def _call_result(line: bytes) -> CallResult:
     try:
-        answer = json.loads(line, parse_constant=_no_constant)
+        answer = values.decode(line.decode("ascii"))
     except (ValueError, RecursionError) as error:
-        return CallResult(error=f"{type(error).__name__}: the result is not JSON")
+        return CallResult(error=f"{type(error).__name__}: the result is not data")
     if type(answer) is dict and answer.keys() == {"value"}:
         return CallResult(value=answer["value"])
     if type(answer) is dict and answer.keys() == {"error"} and type(answer["error"]) is str:
         return CallResult(error=answer["error"])
     return CallResult(error="Exited: the results are not genuine")
-
-
-def _no_constant(text: str) -> None:
-    raise ValueError(f"{text} is not JSON")

@@ -20,8 +20,12 @@ def run_command(
     tree: Tree,
     server: Channel,
     timeout: float,
+    grace: float | None,
 ) -> tuple[dict[str, Any], bytes]:
-    """Run a shell command; the header says how it ended, the body is its output."""
+    """Run a shell command; the header says how it ended, the body is its output.
+
+    ``left_running``: whether other processes were there ``grace`` seconds after its end; None does not look.
+    """
     started, kills = time.monotonic(), oom_kills()
     read_end, write_end = os.pipe2(os.O_CLOEXEC)
     stdin_fd = _input(stdin)
@@ -38,23 +42,39 @@ def run_command(
         )
     except (OSError, ValueError) as error:
         os.close(read_end)
-        return {"end": "exit", "code": 126, "left_out": 0, "seconds": 0.0}, f"cannot run: {error}\n".encode()
+        return {
+            "end": "exit",
+            "code": 126,
+            "left_out": 0,
+            "seconds": 0.0,
+            "left_running": False,
+        }, f"cannot run: {error}\n".encode()
     finally:
         os.close(write_end)
         os.close(stdin_fd)
     capture = Capture(limits.OUTPUT, limits.OUTPUT_FLOOD)
+    left_running = False
+
+    def look() -> None:
+        nonlocal left_running
+        left_running = grace is not None and tree.outlives(pid, grace)
+
     try:
         end, status, peak = supervise(
-            pid, tree=tree, server=server, timeout=timeout, output=read_end, capture=capture
+            pid, tree=tree, server=server, timeout=timeout, output=read_end, capture=capture, ended=look
         )
     finally:
         os.close(read_end)
     output, left_out = capture.result()
     code = os.waitstatus_to_exitcode(status)
-    if end == "exit" and code != 0 and (oom_kills() > kills or _out_of_memory(code, peak, output)):
+    if (
+        end == "exit"
+        and code != 0
+        and (oom_kills() > kills or _out_of_memory(code, peak, output, tree.memory))
+    ):
         end = "memory"
     header = {"end": end, "code": code if code >= 0 else 128 - code, "left_out": left_out}
-    return header | {"seconds": time.monotonic() - started}, output
+    return header | {"seconds": time.monotonic() - started, "left_running": left_running}, output
 
 
 def _input(data: bytes) -> int:
@@ -67,9 +87,9 @@ def _input(data: bytes) -> int:
     return fd
 
 
-def _out_of_memory(code: int, peak: int, output: bytes) -> bool:
+def _out_of_memory(code: int, peak: int, output: bytes, memory: int) -> bool:
     """Allocation failed (the address space limit), or the kernel killed a process that had become large."""
     if code == -signal.SIGKILL:
-        return peak > limits.MEMORY // 2
+        return peak > memory // 2
     last = output.rstrip().rpartition(b"\n")[2]
     return last.startswith(b"MemoryError") or b"annot allocate memory" in last or b"ut of memory" in last

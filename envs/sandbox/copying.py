@@ -93,7 +93,8 @@ def _walk(root: str, folder: str) -> Generator[tuple[str, str, os.stat_result], 
 @contextlib.contextmanager
 def _readable(path: str, mode: int) -> Iterator[None]:
     """The agent may have taken its own right to look: give it back for a moment."""
-    closed = mode & 0o500 != 0o500
+    needed = 0o500 if stat.S_ISDIR(mode) else 0o400
+    closed = mode & needed != needed
     if closed:
         os.chmod(path, stat.S_IMODE(mode) | 0o700)
     try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import select
 import socket
 from collections.abc import Iterator
@@ -15,14 +16,16 @@ import docker.errors
 import docker.utils
 import requests.exceptions
 
-from hintloop.envs.sandbox import limits
+from hintloop.envs.sandbox import layout, limits
 from hintloop.envs.sandbox.base import SandboxDead
-from hintloop.envs.sandbox.docker_runner import COMMAND, OWN_KERNEL
-from hintloop.envs.sandbox.isolation import WORKSPACE
+from hintloop.envs.sandbox.docker_runner import COMMAND
+from hintloop.envs.sandbox.isolation import room
 
 USER = "65532:65532"
 _TIMEOUT = 60.0
 """Seconds for one request to the engine; a busy one takes a while to start a container."""
+_BUILD = 900.0
+"""Seconds without a word from the engine while it makes an image."""
 _CONNECTIONS = 32
 _ERRORS = 2000
 """Bytes of a container's standard error that are kept for a message."""
@@ -38,22 +41,33 @@ class ContainerSpec:
     image: str
     runtime: str | None
     """Name of the OCI runtime, e.g. ``runsc``; None is the engine's own default."""
+    workdir: str
+    memory: int
+    disk: int
     cpus: float
+    """These three: see ``base.SandboxSpec``."""
     labels: dict[str, str]
+    env: tuple[str, ...]
+    """``NAME=value`` each, for the runner alone, beside what the image sets."""
+
+    @property
+    def own_kernel(self) -> bool:
+        """Whether no other container shares the kernel."""
+        return self.runtime is not None and "runsc" in self.runtime
 
 
 def container_config(spec: ContainerSpec) -> dict[str, Any]:
     """The body of the engine's create request.
 
-    No network, read-only root with two size-limited tmpfs, no capability, no new privilege, no swap. The runner is
-    process 1 and reaps what is orphaned, so there is no ``init`` before it: process 1 is the only one that the
-    agent, who is the same user, cannot kill. The container ends with the connection to its input, and is then
-    removed by the engine. Its output is the runner's messages, so it is not logged.
+    No network, read-only root with size-limited tmpfs for all that can be written, no capability, no new privilege,
+    no swap. The runner is process 1 and reaps what is orphaned, so there is no ``init`` before it: process 1 is the
+    only one that the agent, who is the same user, cannot kill. The container ends with the connection to its input,
+    and is then removed by the engine. Its output is the runner's messages, so it is not logged.
     """
-    room = f"size={limits.DISK},nr_inodes={limits.INODES},nosuid,nodev,exec"
-    own = "uid={},gid={}".format(*USER.split(":"))
-    own_kernel = spec.runtime is not None and "runsc" in spec.runtime
-    memory = limits.TREE_MEMORY + 2 * limits.DISK + limits.RUNNER_MEMORY
+    flags = "nosuid,nodev,exec"
+    own = "{},mode=0700,uid={},gid={}".format(flags, *USER.split(":"))
+    files = 2 * spec.disk + len(layout.VERIFIER) * limits.VERIFIER
+    memory = limits.TREE * spec.memory + files + limits.RUNNER_MEMORY
     host: dict[str, Any] = {
         "AutoRemove": True,
         "CapDrop": ["ALL"],
@@ -65,22 +79,26 @@ def container_config(spec: ContainerSpec) -> dict[str, Any]:
         "NanoCpus": int(spec.cpus * 1e9),
         "NetworkMode": "none",
         # gVisor's kernel is itself threads on the host; inside, it has a limit of its own
-        "PidsLimit": limits.PROCESSES * (32 if own_kernel else 1) + 1,
+        "PidsLimit": limits.PROCESSES * (32 if spec.own_kernel else 1) + 1,
         "ReadonlyRootfs": True,
         "SecurityOpt": ["no-new-privileges:true"],
         "ShmSize": limits.MiB,
-        "Tmpfs": {WORKSPACE: f"{room},mode=0700,{own}", "/tmp": f"{room},mode=1777"},
+        "Tmpfs": {
+            **{folder: f"{room(limits.VERIFIER)},{own}" for folder in layout.VERIFIER},
+            "/tmp": f"{room(spec.disk)},{flags},mode=1777",
+            spec.workdir: f"{room(spec.disk)},{own}",
+        },
     }
     if spec.runtime is not None:
         host["Runtime"] = spec.runtime
     return {
         "Image": spec.image,
         "Entrypoint": [COMMAND[0]],
-        "Cmd": [*COMMAND[1:], *([OWN_KERNEL] if own_kernel else [])],
+        "Cmd": list(COMMAND[1:]),
         "User": USER,
-        "WorkingDir": WORKSPACE,
+        "WorkingDir": spec.workdir,
         "Hostname": "sandbox",
-        "Env": ["PATH=/usr/local/bin:/usr/bin:/bin"],
+        "Env": list(spec.env),
         "Labels": spec.labels,
         "AttachStdin": True,
         "AttachStdout": True,
@@ -174,14 +192,25 @@ class Engine:
         with _as_dead("the engine does not answer"):
             return sorted(self._api.info()["Runtimes"])
 
-    def has_image(self, image: str) -> bool:
-        """Whether the image is here."""
+    def find_image(self, image: str) -> dict[str, Any] | None:
+        """What the engine knows of the image, if it is here."""
         with _as_dead("the engine does not answer"):
             try:
-                self._api.inspect_image(image)
+                found: dict[str, Any] = self._api.inspect_image(image)
             except docker.errors.ImageNotFound:
-                return False
-        return True
+                return None
+        return found
+
+    def build(self, tag: str, *, folder: str | None = None, dockerfile: str = "") -> None:
+        """Make an image from a folder with a Dockerfile, or from the text of one, which gets no network."""
+        source: dict[str, Any] = {"path": folder}
+        if folder is None:
+            source = {"fileobj": io.BytesIO(dockerfile.encode()), "network_mode": "none"}
+        with _as_dead(f"the image {tag} cannot be built"):
+            steps = self._api.build(**source, tag=tag, rm=True, forcerm=True, decode=True, timeout=_BUILD)
+            for step in steps:
+                if "error" in step:
+                    raise SandboxDead(f"the image {tag} cannot be built: {step['error'].strip()[-500:]}")
 
     def run(self, spec: ContainerSpec) -> tuple[str, Attached]:
         """Start a container; its id, and the connection to it. Nothing of it is left after a failure."""

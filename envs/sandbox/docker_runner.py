@@ -10,14 +10,16 @@ from __future__ import annotations
 import ctypes
 import fcntl
 import gc
+import importlib
 import json
 import os
 import signal
 import struct
 import sys
 from pathlib import Path
+from typing import Any
 
-from hintloop.envs.sandbox import calls, isolation, runner, wire
+from hintloop.envs.sandbox import calls, isolation, layout, runner, wire
 from hintloop.envs.sandbox.processes import Tree
 
 BOOT = """
@@ -43,15 +45,15 @@ sys.modules[name].main()
 """
 """What the container's interpreter is started with: it loads the modules that come first on its input."""
 COMMAND = ("python3", "-I", "-S", "-B", "-X", "utf8", "-c", BOOT)
-OWN_KERNEL = "own-kernel"
-"""Argument after ``COMMAND`` for a container that shares its kernel with no other."""
 _PACKAGES = ("hintloop", "hintloop.envs", "hintloop.envs.sandbox")
 _MODULES = (
+    "layout",
     "limits",
     "wire",
     "processes",
     "files",
     "copying",
+    "values",
     "calls",
     "commands",
     "isolation",
@@ -65,15 +67,19 @@ _PRLIMIT64 = {"x86_64": (0xC000003E, 302), "aarch64": (0xC00000B7, 261)}
 _ALLOW, _REFUSE, _FOREIGN_CALLS = 0x7FFF0000, 0x00050001, 0x40000000
 
 
-def boot_message() -> bytes:
-    """The first bytes on a runner's input: the source of its modules, as a JSON array of name and text."""
+def boot_message(settings: dict[str, Any]) -> bytes:
+    """The first bytes on a runner's input: the source of its modules, as a JSON array of name and text.
+
+    ``settings`` follow: ``root``, the working directory; ``pristine``, whether an image has its content;
+    ``memory`` and ``disk``, see ``base.SandboxSpec``; ``own_kernel``, whether no other container shares it.
+    """
     folder = Path(__file__).parent
     sources: list[tuple[str, str | None]] = [(name, None) for name in _PACKAGES]
     for name in _MODULES:
         text = (folder / f"{name}.py").read_text("utf-8")
         sources.append((f"{_PACKAGES[-1]}.{name}", text))
     data = json.dumps(sources).encode()
-    return struct.pack(">I", len(data)) + data
+    return struct.pack(">I", len(data)) + data + wire.pack(settings)
 
 
 class Pipes:
@@ -139,14 +145,19 @@ def protect_limits() -> None:
 def main() -> None:
     """Say hello, then serve until the server closes. What goes wrong before that is told on standard error."""
     pipes = Pipes()
+    settings, _ = wire.receive(pipes)
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     os.umask(0o022)
-    os.chdir(isolation.WORKSPACE)
+    root = settings["root"]
+    if settings["pristine"]:
+        _copy_pristine(root)
+    os.chdir(root)
     calls.warm_up()
     isolation.drop_privileges()
     protect_limits()
     # a shared kernel counts the processes of all containers' users together; there the container has a limit
-    runner.limit_resources(num_processes=OWN_KERNEL in sys.argv)
+    memory, disk = settings["memory"], settings["disk"]
+    runner.limit_resources(memory, disk, num_processes=settings["own_kernel"])
     if os.getpid() != 1:
         raise OSError("the runner is not process 1 of its container")
     wire.send(pipes, wire.pack({"python": sys.version.split()[0]}))
@@ -154,4 +165,13 @@ def main() -> None:
     gc.disable()
     gc.collect()
     gc.freeze()
-    runner.serve(pipes, isolation.WORKSPACE, Tree(own_namespace=True))
+    runner.Runner(pipes, root, Tree(own_namespace=True, memory=memory), layout.VERIFIER).serve()
+
+
+def _copy_pristine(root: str) -> None:
+    """Fill the working directory with what the image keeps for it. ``OSError``."""
+    shutil = importlib.import_module("shutil")  # large, and needed only here
+    try:
+        shutil.copytree(layout.PRISTINE, root, symlinks=True, dirs_exist_ok=True)
+    except shutil.Error as error:
+        raise OSError(f"the image's working directory does not fit: {error.args[0][:3]}") from None

@@ -1,9 +1,9 @@
 """Linux namespaces, mounts and privileges by system call: the wall around a sandbox.
 
 The zygote builds one small read-only root (``enter_root``) that shows the system's programs, the Python
-installation and nothing else of the host. Each sandbox copies that view and adds private, size-limited
-``/workspace``, ``/tmp`` and ``/proc`` (``enter_sandbox``), then gives up every privilege. The order matters:
-the sandbox's own user namespace is made last, so nothing inside it has a capability over the mounts.
+installation and nothing else of the host. Each sandbox copies that view and adds a private ``/proc`` and private,
+size-limited folders that can be written (``enter_sandbox``), then gives up every privilege. The order matters: the
+sandbox's own user namespace is made last, so nothing inside it has a capability over the mounts.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ import signal
 import sys
 from collections.abc import Callable, Collection
 
-from hintloop.envs.sandbox import limits
+from hintloop.envs.sandbox import layout, limits
+from hintloop.envs.sandbox.layout import WORKSPACE
 
 NAMESPACES = {
     "user": 0x10000000,
@@ -25,9 +26,9 @@ NAMESPACES = {
     "uts": 0x04000000,
 }
 """Name -> clone flag, in the order in which isolation is reported."""
-WORKSPACE = "/workspace"
 _UNPRIVILEGED = 65532
 """Host uid of a sandbox when the server runs as root."""
+_ROOT_SIZE = 32 * limits.MiB
 _INSIDE = 1000
 """Uid that a process in the sandbox sees for itself."""
 _SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/etc/alternatives", "/etc/ld.so.cache")
@@ -39,6 +40,7 @@ _LINKS = {
     "/dev/stderr": "/proc/self/fd/2",
     "/dev/shm": "/tmp",
     "/var/tmp": "/tmp",
+    **dict.fromkeys(layout.WORKSPACE_NAMES, WORKSPACE),
 }
 _FILES = {
     "/etc/passwd": f"agent:x:{_INSIDE}:{_INSIDE}::{WORKSPACE}:/bin/sh\n",
@@ -101,8 +103,11 @@ def works(attempt: Callable[[], None]) -> bool:
     return os.waitpid(pid, 0)[1] == 0
 
 
-def enter_root() -> None:
-    """Move this process into a private mount namespace whose root is small and read-only. ``OSError``."""
+def enter_root(fill: Callable[[str], None] = lambda root: None) -> None:
+    """Move this process into a private mount namespace whose root is small and read-only. ``OSError``.
+
+    ``fill`` may put more into the root before that.
+    """
     uid, gid = os.geteuid(), os.getegid()
     if uid == 0:
         unshare(["mount"])
@@ -112,8 +117,8 @@ def enter_root() -> None:
     _mount(None, "/", None, _MS_REC | _MS_PRIVATE)
     sources = {path: os.open(path, os.O_PATH) for path in _shown()}
     root = "/tmp"
-    _mount("tmpfs", root, "tmpfs", _MS_NOSUID, "size=1m,mode=0755")
-    for folder in ("/dev", "/etc", "/proc", "/tmp", "/var", WORKSPACE):
+    _mount("tmpfs", root, "tmpfs", _MS_NOSUID, f"size={_ROOT_SIZE},mode=0755")
+    for folder in ("/dev", "/etc", "/proc", "/tmp", "/var", WORKSPACE, *layout.VERIFIER):
         os.mkdir(root + folder)
     for path, fd in sources.items():
         _show(root, path, fd)
@@ -123,6 +128,7 @@ def enter_root() -> None:
     for path, text in _FILES.items():
         with open(root + path, "w", encoding="utf-8") as file:
             file.write(text)
+    fill(root)
     os.chdir(root)
     _syscall(_SYS_PIVOT_ROOT, b".", b".")
     _call("umount2", b".", _MNT_DETACH)
@@ -176,16 +182,18 @@ def _check_root() -> None:
         raise OSError("the shell does not run in the sandbox's root")
 
 
-def enter_sandbox(names: Collection[str], uid: int, gid: int) -> None:
+def enter_sandbox(names: Collection[str], uid: int, gid: int, disk: int) -> None:
     """Make this process, forked from one in the small root, the first of a sandbox without any privilege.
 
-    ``names`` are the namespaces to have; that of process ids is made by whoever forks. ``OSError``.
+    ``names`` are the namespaces to have; that of process ids is made by whoever forks. ``disk``: bytes of the
+    working directory, and of the temp folder. ``OSError``.
     """
     unshare([name for name in ("mount", "net", "ipc", "uts") if name in names])
-    sizes = f"size={limits.DISK},nr_inodes={limits.INODES}"
-    flags = _MS_NOSUID | _MS_NODEV
-    _mount("tmpfs", WORKSPACE, "tmpfs", flags, f"{sizes},mode=0700,uid={uid},gid={gid}")
-    _mount("tmpfs", "/tmp", "tmpfs", flags, f"{sizes},mode=1777")
+    flags, own = _MS_NOSUID | _MS_NODEV, f",mode=0700,uid={uid},gid={gid}"
+    _mount("tmpfs", WORKSPACE, "tmpfs", flags, room(disk) + own)
+    _mount("tmpfs", "/tmp", "tmpfs", flags, room(disk) + ",mode=1777")
+    for folder in layout.VERIFIER:
+        _mount("tmpfs", folder, "tmpfs", flags, room(limits.VERIFIER) + own)
     if "pid" in names:
         _mount("proc", "/proc", "proc", flags | _MS_NOEXEC)
     if "uts" in names:
@@ -198,6 +206,11 @@ def enter_sandbox(names: Collection[str], uid: int, gid: int) -> None:
         _map_ids(_INSIDE, uid, _INSIDE, gid)
         _write("/proc/sys/user/max_user_namespaces", b"0")
     drop_privileges()
+
+
+def room(size: int) -> str:
+    """Options of a tmpfs of so many bytes, with as many files as that allows for."""
+    return f"size={size},nr_inodes={size // limits.BYTES_PER_INODE}"
 
 
 def unprivileged_ids() -> tuple[int, int]:

@@ -15,7 +15,7 @@ from typing import Self
 
 import structlog
 
-from hintloop.envs.sandbox.base import SandboxDead
+from hintloop.envs.sandbox.base import USUAL, SandboxDead, SandboxSpec, Unsupported
 from hintloop.envs.sandbox.client import RunnerSandbox
 from hintloop.envs.sandbox.isolation import NAMESPACES
 from hintloop.envs.sandbox.spawn import ZygoteProcess
@@ -44,14 +44,19 @@ class LocalProvider:
         """Process id of the zygote, for measurements."""
         return self._zygote.pid
 
-    def start(self, files: dict[str, str]) -> RunnerSandbox:
-        """A fresh sandbox with ``files``. ``SandboxDead``; ``ValueError`` when they do not fit into it."""
+    def start(self, files: dict[str, str], spec: SandboxSpec = USUAL) -> RunnerSandbox:
+        """A fresh sandbox with ``files``. ``SandboxDead``; ``ValueError`` when they do not fit into it.
+
+        ``Unsupported`` for a task with an image. The share of processors cannot be bounded here.
+        """
+        if spec.image is not None:
+            raise Unsupported(f"the local sandbox has no container images, and the task needs {spec.image!r}")
         try:
-            return self._start_once(files)
+            return self._start_once(files, spec)
         except SandboxDead:
             if self._closed or self._zygote.alive():
                 raise
-            return self._start_once(files)
+            return self._start_once(files, spec)
 
     def close(self) -> None:
         """Close all sandboxes that are still open, and the zygote."""
@@ -68,13 +73,22 @@ class LocalProvider:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _start_once(self, files: dict[str, str]) -> RunnerSandbox:
+    def _start_once(self, files: dict[str, str], spec: SandboxSpec) -> RunnerSandbox:
+        sandbox = self._start_empty(spec)
+        try:
+            sandbox.fill(files)
+        except ValueError:
+            sandbox.close()
+            raise
+        return sandbox
+
+    def _start_empty(self, spec: SandboxSpec) -> RunnerSandbox:
         ours, theirs = socket.socketpair()
         with theirs, self._lock:
             number = next(self._numbers)
             try:
                 zygote = self._living_zygote()
-                zygote.order(f"start {number}", [theirs])
+                zygote.order(f"start {number} {spec.memory} {spec.disk}", [theirs])
             except OSError as error:
                 ours.close()
                 self._zygote.stop()
@@ -85,15 +99,11 @@ class LocalProvider:
             sandbox = RunnerSandbox(
                 ours,
                 zygote.isolation,
+                env=spec.env,
                 on_close=lambda clean: self._forget(number, zygote, clean),
-                start_other=lambda: self.start({}),
+                start_other=lambda: self._start_empty(spec),
             )
             self._open[number] = sandbox
-        try:
-            sandbox.fill(files)
-        except ValueError:
-            sandbox.close()
-            raise
         return sandbox
 
     def _living_zygote(self) -> ZygoteProcess:

@@ -12,6 +12,7 @@ import os
 import select
 import signal
 import time
+from collections.abc import Callable
 
 from hintloop.envs.sandbox import limits
 from hintloop.envs.sandbox.wire import Channel
@@ -29,8 +30,10 @@ _PAGE = os.sysconf("SC_PAGE_SIZE")
 class Tree:
     """All processes of the sandbox but the runner itself."""
 
-    def __init__(self, own_namespace: bool):
+    def __init__(self, own_namespace: bool, memory: int = limits.MEMORY):
+        """``memory``: bytes that each process may use."""
         self._own_namespace = own_namespace
+        self.memory = memory
 
     def kill(self) -> None:
         """Kill and reap them all; whatever they were about to start is dead too."""
@@ -46,6 +49,15 @@ class Tree:
                 raise TimeoutError("the processes multiply faster than they can be killed")
             time.sleep(0.0002)  # a fork under way may have been missed (gVisor), or one is still dying
 
+    def outlives(self, pid: int, grace: float) -> bool:
+        """Whether anything but ``pid``, which has ended, still runs after so many seconds more."""
+        deadline = time.monotonic() + grace
+        while self._descendants() - {pid}:
+            if time.monotonic() > deadline:
+                return True
+            time.sleep(_LOOK)
+        return False
+
     def excess(self) -> str | None:
         """What the processes have too much of together: ``memory``, ``processes`` or nothing."""
         pids = _all_pids() - {1} if self._own_namespace else self._descendants()
@@ -57,7 +69,7 @@ class Tree:
             if text:
                 _, resident, shared, *_ = map(int, text.split())
                 memory += (resident - shared) * _PAGE
-        return "memory" if memory > limits.TREE_MEMORY else None
+        return "memory" if memory > limits.TREE * self.memory else None
 
     def _descendants(self) -> set[int]:
         parents = {}
@@ -124,22 +136,25 @@ def supervise(
     timeout: float,
     output: int = -1,
     capture: Capture | None = None,
+    ended: Callable[[], None] = lambda: None,
 ) -> tuple[str, int, int]:
     """Wait for process ``pid``, feeding what the pipe ``output`` gives to ``capture``; then kill the tree.
 
     Returns why it ended (``exit``, ``timeout``, ``memory``, ``processes`` or ``flood``), the wait status of
-    ``pid`` and its peak memory in bytes. Raises ``ServerGone``.
+    ``pid`` and its peak memory in bytes. ``ended`` is called between its end and that of the tree. Raises
+    ``ServerGone``.
     """
-    ended = _open_process(pid)
+    end = _open_process(pid)
     try:
-        reason = _wait(pid, ended, tree, server, time.monotonic() + timeout, output, capture)
+        reason = _wait(pid, end, tree, server, time.monotonic() + timeout, output, capture)
     finally:
-        if ended is not None:
-            os.close(ended)
+        if end is not None:
+            os.close(end)
     status, peak = int(signal.SIGKILL), 0
     if reason == "exit":
         _, status, used = os.wait4(pid, 0)
         peak = used.ru_maxrss * 1024
+        ended()
     tree.kill()
     if capture is not None:
         _drain(output, capture)

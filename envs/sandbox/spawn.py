@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import socket
 import subprocess
@@ -10,6 +11,7 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
+from hintloop.envs.sandbox import packages
 from hintloop.envs.sandbox.base import SandboxDead
 
 _START = 10.0
@@ -19,12 +21,12 @@ _STOP = 8.0
 _BOOT = """
 import json, socket, sys, types
 control = socket.socket(fileno=int(sys.argv[1]))
-folder, temp, names = json.loads(control.recv(65536))
+folder, *told = json.loads(control.recv(65536))
 for name in ("hintloop", "hintloop.envs", "hintloop.envs.sandbox"):
     sys.modules[name] = types.ModuleType(name)
     sys.modules[name].__path__ = [folder] if name.endswith("sandbox") else []
 from hintloop.envs.sandbox.zygote import main
-main(control, temp, names)
+main(control, *told)
 """
 """Loads the sandbox modules, and nothing else of the package, into an interpreter without site-packages.
 
@@ -38,7 +40,8 @@ class ZygoteProcess:
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._control.settimeout(_START)
         python = getattr(sys, "_base_executable", sys.executable)
-        self._control.send(json.dumps([str(Path(__file__).parent), tempfile.gettempdir(), wanted]).encode())
+        told = [str(Path(__file__).parent), tempfile.gettempdir(), wanted, _packages()]
+        self._control.send(json.dumps(told).encode())
         with theirs:
             self._process = subprocess.Popen(
                 [python, "-I", "-S", "-B", "-X", "utf8", "-c", _BOOT, str(theirs.fileno())],
@@ -81,3 +84,11 @@ class ZygoteProcess:
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait(_STOP)
+
+
+def _packages() -> list[str]:
+    """Folders of the packages that sandboxes have; none when one of them is not installed here."""
+    specs = [importlib.util.find_spec(name) for name in packages.NAMES]
+    folders = [spec.submodule_search_locations for spec in specs if spec is not None]
+    found = [next(iter(folder)) for folder in folders if folder]
+    return found if len(found) == len(packages.NAMES) else []

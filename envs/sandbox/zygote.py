@@ -1,8 +1,9 @@
 """The zygote: a small single-threaded process that forks one runner per sandbox.
 
 Forking from it costs a few milliseconds where a new interpreter costs twenty, and it holds none of the
-server's memory, environment or open files. It says once what it can isolate, then obeys ``start <id>`` (which
-comes with the runner's socket) and ``kill <id>`` until the server closes the control socket.
+server's memory, environment or open files. It says once what it can isolate, then obeys
+``start <id> <memory> <disk>`` (which comes with the runner's socket) and ``kill <id>`` until the server closes the
+control socket.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import socket
 import time
 from collections.abc import Callable, Sequence
 
-from hintloop.envs.sandbox import calls, isolation, runner, wire
+from hintloop.envs.sandbox import calls, isolation, layout, limits, packages, runner, wire
 from hintloop.envs.sandbox.processes import Tree
 
 _REAP_INTERVAL_MS = 100
@@ -68,7 +69,7 @@ class Zygote:
 
     def _starts(self, names: list[str]) -> bool:
         def attempt() -> None:
-            pid = self._fork(names, lambda: isolation.enter_sandbox(names, *self._ids))
+            pid = self._fork(names, lambda: isolation.enter_sandbox(names, *self._ids, limits.DISK))
             if os.waitpid(pid, 0)[1] != 0:
                 raise OSError("the sandbox did not start")
 
@@ -98,34 +99,35 @@ class Zygote:
             isolation.rejoin_pid_namespace(self._pid_namespace)
 
     def _obey(self, text: str, fds: list[int]) -> None:
-        order, _, name = text.partition(" ")
+        order, name, *sizes = text.split(" ")
         if order == "start":
+            memory, disk = map(int, sizes)
             with socket.socket(fileno=fds[0]) as sock:
                 try:
-                    self._start(name, sock)
+                    self._start(name, sock, memory, disk)
                 except OSError as error:
                     wire.send(sock, wire.pack({"failed": str(error)}))
         else:
             for pid in [pid for pid, (other, _) in self._runners.items() if other == name]:
                 os.kill(pid, signal.SIGKILL)
 
-    def _start(self, name: str, sock: socket.socket) -> None:
+    def _start(self, name: str, sock: socket.socket, memory: int, disk: int) -> None:
         folder = None
         if not self._names:
             folder = os.path.join(self._temp, f"hintloop-{os.getpid()}-{name}")
             os.mkdir(folder, 0o700)
             os.chown(folder, *self._ids)
-        pid = self._fork(self._names, lambda: self._live(sock, folder))
+        pid = self._fork(self._names, lambda: self._live(sock, folder, memory, disk))
         self._runners[pid] = (name, folder)
 
-    def _live(self, sock: socket.socket, folder: str | None) -> None:
+    def _live(self, sock: socket.socket, folder: str | None, memory: int, disk: int) -> None:
         """The life of a runner."""
         self._control.close()
         os.close(self._pid_namespace)
         os.setsid()
         try:
             if folder is None:
-                isolation.enter_sandbox(self._names, *self._ids)
+                isolation.enter_sandbox(self._names, *self._ids, disk)
             else:
                 os.chdir(folder)
                 isolation.become(*self._ids)
@@ -134,11 +136,13 @@ class Zygote:
                 isolation.die_with_parent()
             else:
                 isolation.adopt_orphans()
-            runner.limit_resources(num_processes="user" in self._names)
+            runner.limit_resources(memory, disk, num_processes="user" in self._names)
         except OSError as error:
             wire.send(sock, wire.pack({"failed": str(error)}))
             raise
-        runner.serve(sock, folder or isolation.WORKSPACE, Tree("pid" in self._names))
+        tree = Tree("pid" in self._names, memory)
+        folders = layout.VERIFIER if folder is None else ()
+        runner.Runner(sock, folder or layout.WORKSPACE, tree, folders).serve()
 
     def _reap(self) -> None:
         while self._runners:
@@ -167,14 +171,14 @@ def _remove(folder: str) -> None:
     shutil.rmtree(folder, ignore_errors=True)
 
 
-def _enter_own_namespaces(control: socket.socket, wanted: Sequence[str]) -> bool:
+def _enter_own_namespaces(control: socket.socket, wanted: Sequence[str], shown: Sequence[str]) -> bool:
     """Move into the small root and, as process 1, into a pid namespace that this process may come back to.
 
     Whatever kills this process then kills every sandbox too. False when the small root cannot be made.
     """
     if "mount" not in wanted or not isolation.works(isolation.enter_root):
         return False
-    isolation.enter_root()
+    isolation.enter_root(lambda root: packages.install(root, shown))
     if "pid" in wanted and isolation.works(lambda: isolation.unshare(["pid"])):
         isolation.unshare(["pid"])
         pid = os.fork()
@@ -186,14 +190,17 @@ def _enter_own_namespaces(control: socket.socket, wanted: Sequence[str]) -> bool
     return True
 
 
-def main(control: socket.socket, temp: str, wanted: Sequence[str]) -> None:
-    """Be a zygote until ``control`` is closed; ``temp`` is where folders go that cannot be private mounts."""
+def main(control: socket.socket, temp: str, wanted: Sequence[str], shown: Sequence[str]) -> None:
+    """Be a zygote until ``control`` is closed; ``temp`` is where folders go that cannot be private mounts.
+
+    ``shown`` are the folders of Python packages that all sandboxes are to have.
+    """
     calls.warm_up()
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # a handler would let an agent interrupt process 1
     os.umask(0o022)
     control.set_inheritable(False)
     with control:
-        has_root = _enter_own_namespaces(control, wanted)
+        has_root = _enter_own_namespaces(control, wanted, shown)
         zygote = Zygote(control, temp, wanted if has_root else ())
         os.dup2(1, 2)  # from here on nobody reads what is said there
         gc.disable()

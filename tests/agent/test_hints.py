@@ -5,7 +5,7 @@ import pytest
 from hintloop.agent import hints
 from hintloop.envs.errors import KINDS, Cause, tool_error
 from hintloop.envs.models import ToolCall
-from hintloop.envs.task import get_task, load_taskset
+from hintloop.envs.registry import get_task, load_taskset
 from hintloop.envs.tools import ToolBox
 
 

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from hintloop.envs.models import ToolCall
-from hintloop.envs.task import get_task, load_taskset
+from hintloop.envs.registry import get_task, load_taskset
 from hintloop.envs.tasksets.bugfix.expert import next_call
 from hintloop.envs.tasksets.bugfix.functions import run
 from hintloop.envs.tasksets.bugfix.mutations import first_difference, mutations, rename, unique_fragment

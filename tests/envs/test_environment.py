@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import pytest
@@ -10,9 +10,10 @@ import pytest
 from hintloop.envs.environment import CodingEnvironment
 from hintloop.envs.errors import Cause
 from hintloop.envs.models import ToolCall, ToolResult
-from hintloop.envs.sandbox.base import Sandbox, SandboxDead
+from hintloop.envs.registry import register_taskset, taskset_names
+from hintloop.envs.sandbox.base import USUAL, Sandbox, SandboxDead, SandboxSpec
 from hintloop.envs.sandbox.local import LocalProvider
-from hintloop.envs.task import Case, FunctionTests, Task, register_taskset, taskset_names
+from hintloop.envs.task import Case, FunctionTests, Task
 
 PATH = "double.py"
 MENDED = "def double(x):\n    return x + x\n"
@@ -35,7 +36,7 @@ class EnvTest:
     name = "envtest"
     description = "for tests"
 
-    def splits(self) -> dict[str, list[str]]:
+    def splits(self) -> dict[str, Sequence[str]]:
         return {"all": [TASK.task_id]}
 
     def get(self, task_id: str) -> Task:
@@ -115,10 +116,10 @@ class Crumbling:
     last: Sandbox | None = None
     isolation: str = "test"
 
-    def start(self, files: dict[str, str]) -> Sandbox:
+    def start(self, files: dict[str, str], spec: SandboxSpec = USUAL) -> Sandbox:
         if self.refuse is not None:
             raise self.refuse
-        self.last = self.inner.start(files)
+        self.last = self.inner.start(files, spec)
         return self.last
 
     def close(self) -> None:

@@ -10,19 +10,22 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hintloop.envs.grading.functions import CaseResult, Grade, grade, run_cases, same
+from hintloop.envs.grading.functions import CaseResult, grade, run_cases, same
+from hintloop.envs.grading.result import Grade
 from hintloop.envs.sandbox.base import CallResult, SandboxDead
 from hintloop.envs.sandbox.local import LocalProvider
 from hintloop.envs.task import Case, FunctionTests, Task
 
 REFERENCE = "def f(x):\n    return x * x\n"
+SOLUTION = {"solution.py": REFERENCE}
 HIDDEN = (Case((3,), 9), Case((0,), 0), Case((-2,), 4), Case((1,), 1), Case((1.5,), 2.25))
+TESTS = FunctionTests("solution.py", "f", HIDDEN[:2], HIDDEN)
 TASK = Task(
     task_id="test/square",
     instruction="Fix solution.py: f should give: the square of x",
     files={"solution.py": "def f(x):\n    return x + x\n"},
-    tests=FunctionTests("solution.py", "f", HIDDEN[:2], HIDDEN),
-    solution={"solution.py": REFERENCE},
+    tests=TESTS,
+    solution=SOLUTION,
 )
 
 WRONG = "\ndef f(x):\n    return x + x\n"
@@ -122,21 +125,21 @@ def provider() -> Iterator[LocalProvider]:
 
 
 def test_the_reference_gets_the_full_reward(provider: LocalProvider) -> None:
-    assert grade(provider, TASK, TASK.solution) == Grade(1.0, {"tests": 1.0})
+    assert grade(provider, TASK, TESTS, SOLUTION) == Grade(1.0, {"tests": 1.0})
 
 
 def test_a_partly_right_solution_gets_no_reward_but_a_fraction_of_tests(provider: LocalProvider) -> None:
-    assert grade(provider, TASK, TASK.files) == Grade(0.0, {"tests": 0.2})
+    assert grade(provider, TASK, TESTS, TASK.files) == Grade(0.0, {"tests": 0.2})
 
 
 @pytest.mark.parametrize("name", ATTACKS)
 def test_no_attack_gets_a_reward(provider: LocalProvider, name: str) -> None:
     if name in ("signals", "kills its group") and "pid" not in provider.isolation:
         pytest.skip("without a pid namespace this would end the test run")
-    result = grade(provider, TASK, {"solution.py": ATTACKS[name]}, timeout=1.0)
+    result = grade(provider, TASK, TESTS, {"solution.py": ATTACKS[name]}, timeout=1.0)
     assert result.reward == 0.0
     assert result.parts["tests"] < 1.0
-    assert grade(provider, TASK, TASK.solution).reward == 1.0
+    assert grade(provider, TASK, TESTS, SOLUTION).reward == 1.0
 
 
 def test_planted_files_do_not_help(provider: LocalProvider) -> None:
@@ -147,25 +150,26 @@ def test_planted_files_do_not_help(provider: LocalProvider) -> None:
         "sitecustomize.py": "import os; os._exit(0)\n",
         "logs/verifier/reward.txt": "1.0",
     }
-    assert grade(provider, TASK, files).reward == 0.0
+    assert grade(provider, TASK, TESTS, files).reward == 0.0
 
 
 def test_missing_or_impossible_files_get_no_reward(provider: LocalProvider) -> None:
     for files in ({}, {"other.py": REFERENCE}, {"a": "", "a/b": ""}, {"solution.py": "\ud800"}):
-        assert grade(provider, TASK, files) == Grade(0.0, {"tests": 0.0})
+        assert grade(provider, TASK, TESTS, files) == Grade(0.0, {"tests": 0.0})
 
 
 def test_dead_infrastructure_is_no_grade() -> None:
     provider = LocalProvider()
     provider.close()
     with pytest.raises(SandboxDead):
-        grade(provider, TASK, TASK.solution)
+        grade(provider, TASK, TESTS, SOLUTION)
 
 
 def test_a_task_without_hidden_cases_cannot_be_graded(provider: LocalProvider) -> None:
-    empty = Task("test/empty", "", {}, FunctionTests("solution.py", "f", (), ()), {})
+    tests = FunctionTests("solution.py", "f", (), ())
+    empty = Task("test/empty", "", {}, tests, {})
     with pytest.raises(ValueError, match="no hidden cases"):
-        grade(provider, empty, {})
+        grade(provider, empty, tests, {})
 
 
 class Scripted:

@@ -20,7 +20,16 @@ from typing import Any, cast
 
 import pytest
 
-from hintloop.envs.sandbox.base import ExecResult, Sandbox, SandboxDead, SandboxProvider, Status
+from hintloop.envs.sandbox.base import (
+    Changes,
+    ExecResult,
+    Sandbox,
+    SandboxDead,
+    SandboxProvider,
+    SandboxSpec,
+    Status,
+)
+from hintloop.envs.sandbox.layout import VERIFIER, WORKSPACE_NAMES
 from hintloop.envs.sandbox.limits import DISK, MEMORY, MiB
 from hintloop.envs.sandbox.providers import open_provider
 
@@ -129,6 +138,14 @@ def test_a_child_with_a_session_of_its_own_is_dead_afterwards(box: Sandbox) -> N
 def test_a_background_child_that_holds_the_output_does_not_block(box: Sandbox) -> None:
     assert quickly(box, "sleep 60 & echo hi").output == "hi\n"
     assert quickly(box, "(sleep 60; echo late) & echo hi").output == "hi\n"
+
+
+def test_what_outlives_a_command_is_told_if_asked(box: Sandbox) -> None:
+    assert not box.exec("sleep 60 & true", timeout=20).left_running
+    assert box.exec("setsid sleep 60 & true", timeout=20, grace=0.1).left_running
+    assert not box.exec("sleep 0.2 & (exit 3)", timeout=20, grace=3.0).left_running
+    assert box.exec("sleep 0.2 & (exit 3)", timeout=20, grace=3.0).exit_code == 3
+    assert commands_alive(box) == []
 
 
 def test_output_before_a_timeout_is_kept(box: Sandbox) -> None:
@@ -302,6 +319,82 @@ def test_the_system_cannot_be_changed(box: Sandbox) -> None:
         assert box.exec(f"echo x >> {path}", timeout=20).status is Status.NONZERO
 
 
+@pytest.mark.parametrize("root", VERIFIER)
+def test_the_folders_for_who_grades_are_there_and_no_way_out(box: Sandbox, root: str) -> None:
+    assert run(box, f"ls -A {root}; stat -c %a {root}") == "700\n"
+    box.write(f"{root}/a/b.sh", b"#!/bin/sh\necho ran $PWD\n")
+    assert run(box, f"cd /; {root}/a/b.sh") == "ran /\n"
+    assert run(box, f"echo 1 > {root}/c; cp {root}/c .; cat c") == "1\n"
+    assert box.read(f"{root}/c") == b"1\n"
+    run(
+        box,
+        f"ln -s {root}/c {root}/near; ln -s /etc/passwd {root}/far; ln -s /etc {root}/etc; mkfifo {root}/pipe",
+    )
+    for name in ("near", "far", "etc/passwd", "pipe", "a", "../etc/passwd", "a/../../etc/passwd", "", "."):
+        with pytest.raises((PermissionError, FileNotFoundError)):
+            box.read(f"{root}/{name}")
+        with pytest.raises(PermissionError):
+            box.write(f"{root}/{name}", b"x")
+    assert box.list_files() == ["c", "solution.py"]
+    assert box.exec(f"rmdir {root}; mv {root} /tmp/x", timeout=20).status is Status.NONZERO
+
+
+def test_the_folders_for_who_grades_are_of_limited_size_and_not_forked(box: Sandbox) -> None:
+    assert box.exec("head -c 100M /dev/zero > /tests/big", timeout=60).status is Status.NONZERO
+    assert quickly(box, "echo x > room && rm /tests/big && echo x > /tests/room").status is Status.OK
+    other = box.fork()
+    assert run(other, "ls -A /tests /logs /solution").split() == ["/logs:", "/solution:", "/tests:"]
+    other.close()
+
+
+def test_common_names_lead_to_the_working_directory(box: Sandbox) -> None:
+    for name in WORKSPACE_NAMES:
+        assert run(box, f"cat {name}/solution.py").startswith("def square")
+        assert box.read(f"{name}/solution.py").startswith(b"def square")
+        box.write(f"{name}/made", b"x")
+        with pytest.raises(PermissionError):
+            box.read(f"{name}/../etc/passwd")
+    assert box.list_files() == ["made", "solution.py"]
+
+
+def test_a_change_right_after_the_start_is_told(provider: SandboxProvider) -> None:
+    for _ in range(5):
+        box = provider.start({"a": "1", "b": "1"})
+        box.write("a", b"2")
+        box.write("b", b"1")
+        changed = box.changes().changed
+        box.close()
+        assert set(changed) <= {"a", "b"}
+        assert "a" in changed
+
+
+def test_a_new_file_that_names_its_interpreter_can_be_run(box: Sandbox) -> None:
+    box.write("tool", b"#!/bin/sh\necho ran\n")
+    box.write("data", b"echo ran\n")
+    assert run(box, "./tool") == "ran\n"
+    assert box.exec("./data", timeout=20).exit_code == 126
+
+
+def test_what_changed_since_the_start_is_told(provider: SandboxProvider) -> None:
+    box = provider.start({"same": "1", "edited": "1", "removed": "1", "d/touched": "1", "d/swapped": "1"})
+    assert box.changes() == Changes([], [], 0)
+    back = (
+        "touch -d 2020-02-02 edited; mv d/swapped d/x; cp d/x d/swapped; rm d/x; ln -s same link; mkfifo pipe"
+    )
+    run(box, f"sed -i s/1/2/ edited; rm removed; touch d/touched; mkdir e; echo 1 > e/new; {back}")
+    expected = Changes(["d/swapped", "d/touched", "e/new", "edited"], ["removed"], 0)
+    assert box.changes() == expected
+    other = box.fork()
+    assert other.changes() == expected
+    run(other, "echo 2 > same; echo 1 > removed; rm e/new")
+    assert other.changes() == Changes(["d/swapped", "d/touched", "edited", "removed", "same"], ["e/new"], 0)
+    other.close()
+    assert box.changes() == expected
+    run(box, "for n in $(seq 2100); do echo > e/$n; done", timeout=60)
+    assert box.changes().left_out == 2104 - 2000
+    box.close()
+
+
 # Secrets and neighbours
 
 
@@ -401,7 +494,46 @@ def test_a_planted_start_up_file_runs_in_no_function_call(box: Sandbox) -> None:
     assert run(box, "ls -A /tmp") == ""
 
 
+def test_a_variable_is_for_one_command_or_for_all(provider: SandboxProvider) -> None:
+    box = provider.start({}, SandboxSpec(env={"ALL": "it's $x", "PAGER": "more"}))
+    assert (
+        box.exec("echo $ALL $ONE $PAGER", timeout=20, env={"ONE": "ü 1", "ALL": "other"}).output
+        == "other ü 1 more\n"
+    )
+    assert run(box, "echo $ALL $ONE") == "it's $x\n"
+    other = box.fork()
+    assert run(other, "echo $ALL") == "it's $x\n"
+    assert box.exec("true", timeout=20, env={"a\0b": "1"}).status is Status.NONZERO
+    box.close()
+    other.close()
+
+
+def test_pytest_is_there_without_a_network(box: Sandbox) -> None:
+    box.write("/tests/test_it.py", b"from solution import square\ndef test(): assert square(3) == 9\n")
+    result = box.exec("python -m pytest -q /tests/test_it.py && cd / && pytest --version", timeout=60)
+    assert (result.status, "1 passed" in result.output) == (Status.OK, True), result.output
+    box.write("solution.py", b"def square(x): return 1\n")
+    assert "1 failed" in run(box, "python -m pytest -q /tests/test_it.py", timeout=60)
+
+
 # Limits
+
+
+def test_a_task_may_have_other_limits(provider: SandboxProvider) -> None:
+    small = provider.start({"a": "b"}, SandboxSpec(memory=MEMORY // 2, disk=DISK // 4, cpus=0.5))
+    assert small.read("a") == b"b"
+    assert program(small, f"x = bytearray({MEMORY * 3 // 4})\n").status is Status.OOM
+    fill = "head -c {0} /dev/zero > big; wc -c < big; head -c {0} /dev/zero > /tmp/big; wc -c < /tmp/big"
+    written = run(small, fill.format(DISK // 2) + " 2>&1", timeout=60).split()
+    assert max(int(word) for word in written if word.isdigit()) <= DISK // 4
+    other = small.fork()
+    assert program(other, f"x = bytearray({MEMORY * 3 // 4})\n").status is Status.OOM
+    other.close()
+    small.close()
+    large = provider.start({}, SandboxSpec(memory=MEMORY * 2, disk=DISK * 2))
+    assert program(large, f"x = bytearray({MEMORY * 5 // 4})\n").status is Status.OK
+    assert quickly(large, f"head -c {DISK * 3 // 2} /dev/zero > big").status is Status.OK
+    large.close()
 
 
 def test_one_process_that_wants_too_much_memory_is_told(box: Sandbox) -> None:

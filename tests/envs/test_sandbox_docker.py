@@ -6,15 +6,22 @@ import json
 import subprocess
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 pytest.importorskip("docker", reason="the extra `docker` is not installed")
 
-from hintloop.envs.sandbox.base import SandboxDead
+from hintloop.envs.dockerfile import image_tag
+from hintloop.envs.grading import repository
+from hintloop.envs.grading.grade import grade
+from hintloop.envs.grading.handin import solved
+from hintloop.envs.grading.result import Grade
+from hintloop.envs.sandbox.base import Changes, SandboxDead, SandboxSpec, Status
 from hintloop.envs.sandbox.docker import IMAGE, DockerProvider
 from hintloop.envs.sandbox.docker_reaper import OWNER, own_identity
+from hintloop.envs.task import RepositoryTests, Script, Task
 
 pytestmark = pytest.mark.docker
 
@@ -124,3 +131,74 @@ def test_an_engine_that_is_not_there_is_told(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setenv("DOCKER_HOST", "unix:///nowhere/docker.sock")
     with pytest.raises(SandboxDead, match="no Docker engine"):
         DockerProvider()
+
+
+# Images of tasks
+
+DOCKERFILE = """\
+FROM hintloop-sandbox
+USER 0
+ENV TOOL=yes PATH=/srv/own/bin:/usr/local/bin:/usr/bin:/bin
+WORKDIR /srv/own
+COPY data .
+RUN mkdir bin && printf '#!/bin/sh\\necho tool\\n' > bin/tool && chmod 700 bin/tool && ln -s data link && mkdir /tests
+"""
+
+
+@pytest.fixture(scope="module")
+def image_spec(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SandboxSpec]:
+    folder = tmp_path_factory.mktemp("environment")
+    (folder / "Dockerfile").write_text(DOCKERFILE)
+    (folder / "data").write_text("1\n")
+    tag = image_tag(folder)
+    yield SandboxSpec(image=tag, context=str(folder), env={"OWN": "x"})
+    subprocess.run(["docker", "rmi", "--force", tag], capture_output=True, timeout=60, check=False)
+
+
+@pytest.mark.parametrize("runtime", [None, "runsc"])
+def test_the_image_of_a_task_gives_the_working_directory(
+    runtime: str | None, image_spec: SandboxSpec
+) -> None:
+    with DockerProvider(runtime=runtime, pool=0) as provider:
+        box = provider.start({"more/file": "2\n"}, image_spec)
+        assert box.exec("pwd; echo $TOOL $OWN; tool; cat link /app/more/file", timeout=20).output == (
+            "/srv/own\nyes x\ntool\n1\n2\n"
+        )
+        assert box.list_files() == ["bin/tool", "data", "more/file"]
+        assert box.changes() == Changes([], [], 0)
+        box.write("/srv/own/data", b"3\n")
+        assert box.exec("rm bin/tool; echo 4 > bin/new; ls -A /tests", timeout=20).output == ""
+        other = box.fork()
+        box.close()
+        assert other.exec("cat link bin/new; echo $TOOL $OWN", timeout=20).output == "3\n4\nyes x\n"
+        assert other.changes() == Changes(["bin/new", "data"], ["bin/tool"], 0)
+        assert other.exec("echo x > /srv/x || echo x > /usr/x", timeout=20).status is Status.NONZERO
+        assert other.exec("head -c 80M /dev/zero > big", timeout=60).status is Status.NONZERO
+        other.close()
+        again = provider.start({}, image_spec)
+        assert again.read("data") == b"1\n"
+        again.close()
+
+
+def test_an_image_that_is_missing_or_cannot_be_built_is_told(
+    provider: DockerProvider, tmp_path: Path
+) -> None:
+    with pytest.raises(SandboxDead, match="no image 'no-such-image:1'"):
+        provider.start({}, SandboxSpec(image="no-such-image:1"))
+    (tmp_path / "Dockerfile").write_text("FROM hintloop-sandbox\nRUN false\n")
+    with pytest.raises(SandboxDead, match="cannot be built"):
+        provider.start({}, SandboxSpec(image="hintloop-task:broken", context=str(tmp_path)))
+
+
+def test_a_task_with_an_image_is_graded_in_it(provider: DockerProvider, image_spec: SandboxSpec) -> None:
+    script = Script(
+        {"test.sh": '[ "$(cat data)" = "2" ] && [ ! -e bin/tool ] && echo 1 > /logs/verifier/reward.txt\n'},
+        "sh /tests/test.sh",
+    )
+    solution = Script({"n": "2\n"}, "cp /solution/n data && rm bin/tool")
+    task = Task("image/one", "-", {}, RepositoryTests(script), solution, sandbox=image_spec)
+    files = solved(provider, task)
+    assert files == {"data": "2\n", "bin/tool": None}
+    assert grade(provider, task, files) == Grade(1.0, {"tests": 1.0})
+    assert grade(provider, task, {}).reward == 0.0
+    assert repository.canary_works(provider, task)

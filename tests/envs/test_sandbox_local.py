@@ -384,22 +384,17 @@ def test_calls_give_values_with_exact_types(box: RunnerSandbox) -> None:
 @pytest.mark.parametrize(
     ("expression", "error"),
     [
-        ("(1, 2)", "TypeError: unsupported type tuple"),
-        ("{1}", "TypeError: unsupported type set"),
-        ("b'x'", "TypeError: unsupported type bytes"),
-        ("[object()]", "TypeError: unsupported type object"),
-        ("{1: 2}", "TypeError: unsupported type int of a key"),
-        ("float('nan')", "ValueError: unsupported value nan"),
-        ("[float('inf')]", "ValueError: unsupported value inf"),
+        ("[object()]", "NotData: unsupported type object"),
+        ("{object(): 2}", "NotData: unsupported type object"),
         ("x / 0", "ZeroDivisionError: division by zero"),
         ("int('a\\n' * 500)", "ValueError: invalid literal"),
-        ("'x' * 300_000", "ValueError: value too large"),
-        ("10 ** 5000", "ValueError: Exceeds the limit"),
+        ("'x' * 300_000", "NotData: too large"),
+        ("10 ** 5000", "NotData: Exceeds the limit"),
         ("f(x)", "RecursionError: maximum recursion depth exceeded"),
         ("bytearray(1 << 30)", "MemoryError"),
         ("exit(0)", "NameError: name 'exit' is not defined"),
         ("__import__('sys').exit(0)", "SystemExit: 0"),
-        ("type('int', (int,), {})(1)", "TypeError: unsupported type int"),
+        ("type('int', (int,), {})(1)", "NotData: unsupported type int"),
         ("input()", "EOFError"),
     ],
 )
@@ -417,7 +412,7 @@ def test_values_nested_too_deeply_or_cyclic_are_errors(box: RunnerSandbox) -> No
         "def f(x):\n    v = []\n    for _ in range(x): v = [v]\n    if not x: v.append(v)\n    return v\n"
     )
     results = call(box, source, 40, 60, 0)
-    assert [error for _, error in results] == [None, *["ValueError: value nested too deeply"] * 2]
+    assert [error for _, error in results] == [None, *["NotData: nested too deeply"] * 2]
 
 
 def test_a_module_that_does_not_load_fails_every_call(box: RunnerSandbox) -> None:

@@ -26,9 +26,10 @@ import websockets
 from hintloop.envs.client import AtCapacity, CodingEnvClient, EnvironmentLost, EnvPool, Refused, open_session
 from hintloop.envs.errors import Cause
 from hintloop.envs.models import ToolCall, ToolResult
+from hintloop.envs.registry import register_taskset, taskset_names
 from hintloop.envs.sandbox.local import LocalProvider
 from hintloop.envs.server import PortTaken, serve
-from hintloop.envs.task import Case, FunctionTests, Task, register_taskset, taskset_names
+from hintloop.envs.task import Case, FunctionTests, Task
 
 PATH = "double.py"
 BROKEN = "def double(x):\n    return x + 2\n"

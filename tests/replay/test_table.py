@@ -70,7 +70,7 @@ def episodes(draw: st.DrawFn) -> Episode:
         policy_versions=column(INT32),
         turns=tuple(draw(st.lists(TURNS, max_size=2))),
         outcome=outcome,
-        reward=None if outcome is Outcome.INFRA_ERROR else draw(DOUBLE),
+        reward=None if outcome in (Outcome.INFRA_ERROR, Outcome.UNGRADED) else draw(DOUBLE),
         reward_parts=draw(st.dictionaries(TEXT, DOUBLE, max_size=2)),
         hint_sites=tuple(draw(st.lists(SITES, max_size=2))),
         pairs=tuple(draw(st.lists(PAIRS, max_size=2))),

@@ -15,9 +15,10 @@ import pytest
 from hintloop.agent.engine import EngineError, Sampling
 from hintloop.agent.episode import Player
 from hintloop.replay.episode import Episode
-from hintloop.rollout.manager import Asking, GroupRule, Manager, TooManyLost, choose_task, group_id
+from hintloop.rollout.manager import GroupRule, Manager, TooManyLost, choose_task, group_id
 from hintloop.rollout.pacing import Pacer
 from hintloop.rollout.status import Board
+from hintloop.rollout.teaching import Asking
 
 TASKS = [f"bugfix/t{number}" for number in range(10)]
 task_of = partial(choose_task, TASKS, 7)

@@ -17,9 +17,10 @@ from hintloop.agent.engine import Sampling
 from hintloop.agent.episode import EpisodeSpec
 from hintloop.envs.models import ToolCall
 from hintloop.replay.episode import Episode, PreferencePair
+from hintloop.rollout.asking import AskRule, PairCounts
 from hintloop.rollout.config import TeacherSpec
 from hintloop.rollout.expert_server import completion
-from hintloop.rollout.pairs import AskRule, PairCounts, PairMaker, agree, canonical
+from hintloop.rollout.pairs import PairMaker, agree, canonical
 from hintloop.rollout.teachers import Teacher, TeacherAnswer
 
 GOOD = ToolCall(name="read_file", arguments={"path": "solution.py"})
@@ -139,9 +140,10 @@ def test_a_teacher_that_hangs_does_not_delay_beyond_the_deadline(make_player: An
 
 
 def test_a_group_gets_its_pairs_into_the_journal(make_player: Any, world: Any, tmp_path: Path) -> None:
-    from hintloop.rollout.manager import Asking, GroupRule, Manager
+    from hintloop.rollout.manager import GroupRule, Manager
     from hintloop.rollout.pacing import Pacer
     from hintloop.rollout.status import Board
+    from hintloop.rollout.teaching import Asking
 
     segments: list[Sequence[Episode]] = []
 

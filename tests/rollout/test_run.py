@@ -21,7 +21,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from hintloop.agent.policy import load_renderer
 from hintloop.envs import tasksets  # noqa: F401 - registers the bundled sets
-from hintloop.envs.task import get_task, load_taskset
+from hintloop.envs.registry import get_task, load_taskset
 from hintloop.replay.episode import Episode, Outcome
 from hintloop.replay.journal import Journal
 from hintloop.replay.weights import WeightStore
@@ -39,7 +39,7 @@ SERVER = """
 import sys
 from pathlib import Path
 from hintloop.envs import tasksets
-from hintloop.envs.task import load_taskset
+from hintloop.envs.registry import load_taskset
 from hintloop.envs.sandbox.local import LocalProvider
 from hintloop.envs.server import serve
 load_taskset("bugfix")

@@ -1,0 +1,207 @@
+"""Recorded episodes as tokens of a model: once, by that model's own tokenizer and chat template.
+
+The whole conversation is rendered in one go; a turn of the model begins behind the generation prompt and ends
+with its end-of-turn token. Who sampled is another model at unknown probabilities: log-probabilities are NaN and
+the policy version is ``NOT_SAMPLED``, so a recording feeds the hints and no ratio is formed with it. A hint says
+what the recording says of the error; it knows no more.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from hintloop.agent import hints
+from hintloop.agent.conversation import Message
+from hintloop.agent.policy import ChatFormat
+from hintloop.envs.errors import Cause, ToolError
+from hintloop.replay.episode import NOT_SAMPLED, Episode, HintSite, Turn
+
+MESSAGE_CHARS = 200
+"""Of the error's text, as much goes into the hint."""
+_ADVICE = {
+    "tool_not_found": "use one of the tools that were used before",
+    "type_error": "give the tool all of its required arguments",
+    "file_not_found": "look up the path first",
+    "repeated_failure": "this call failed before, do something else",
+}
+"""For kinds whose usual hint names what only a live environment knows."""
+_UNRENDERABLE = (ValueError, TypeError, KeyError, IndexError, AttributeError)
+"""What a renderer raises for a conversation that its template does not have."""
+
+
+class NotRendered(Exception):
+    """The model's chat template has no place for this conversation."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tokenised:
+    """An episode with tokens, and its errors that got no hint site, by reason."""
+
+    episode: Episode
+    dropped: Counter[str] = field(default_factory=Counter)
+
+
+def tokenise(episode: Episode, chat: ChatFormat, *, hint_role: str = "system") -> Tokenised:
+    """The tokens of an episode that has text only. Raises ``NotRendered``."""
+    messages, of_turn = _messages(episode.turns)
+    opening = _generation_prompt(chat)
+    try:
+        rendered = chat.renderer.render(messages)
+    except _UNRENDERABLE as error:
+        raise NotRendered(f"{type(error).__name__}: {error}") from error
+    ids = list(rendered.token_ids)
+    spans = _spans(rendered.message_indices, len(messages))
+    stops = set(chat.renderer.get_stop_token_ids())
+    mask = [0] * len(ids)
+    turns: list[Turn] = []
+    for turn, number in zip(episode.turns, of_turn, strict=True):
+        start, end = spans[number] if number is not None else (0, 0)
+        text = turn.text
+        if turn.role == "assistant":
+            start, end = _sampled(ids, start, end, opening, stops)
+            mask[start:end] = [1] * (end - start)
+            text = chat.tokenizer.decode(ids[start : end - 1]) if end > start else text
+        turns.append(replace(turn, start=start, end=end, text=text))
+    dropped: Counter[str] = Counter()
+    sites = [_site(site, turns, messages, of_turn, chat, opening, hint_role) for site in episode.hint_sites]
+    dropped.update(site for site in sites if isinstance(site, str))
+    made = replace(
+        episode,
+        tokenizer_fingerprint=chat.fingerprint,
+        token_ids=ids,
+        loss_mask=mask,
+        logprobs=[math.nan if sampled else 0.0 for sampled in mask],
+        policy_versions=[NOT_SAMPLED] * len(ids),
+        turns=tuple(turns),
+        hint_sites=tuple(site for site in sites if isinstance(site, HintSite)),
+    )
+    return Tokenised(made, dropped)
+
+
+def hint_text(turn: Turn) -> str:
+    """What could have been known before a recorded turn went wrong. ``KeyError`` for a kind without template."""
+    kind, message = turn.error_kind or "", turn.error_message or ""
+    if kind in _ADVICE:
+        advice = f"Hint: {_ADVICE[kind]}"
+    else:
+        advice = hints.dispatch(ToolError(kind=kind, message=message, cause=Cause.MODEL)) or ""
+    lines = [line.strip() for line in message.splitlines() if line.strip()]
+    return f"{advice}; avoid this: {' '.join(lines)[:MESSAGE_CHARS]}" if lines else advice
+
+
+def _messages(turns: Sequence[Turn]) -> tuple[list[Message], list[int | None]]:
+    """The turns as chat messages, and the number of each turn's message; None for a call without result."""
+    messages: list[Message] = []
+    numbers: list[int | None] = []
+    for index, turn in enumerate(turns):
+        if turn.role == "tool" and turn.error_message is not None:
+            numbers.append(None)
+            continue
+        numbers.append(len(messages))
+        message: Message = {"role": turn.role, "content": turn.text}
+        if turn.role == "assistant" and (calls := _calls(turns, index)):
+            message["tool_calls"] = calls
+        elif turn.role == "tool":
+            message["name"] = turn.tool_name or ""
+        messages.append(message)
+    return messages, numbers
+
+
+def _calls(turns: Sequence[Turn], index: int) -> list[dict[str, Any]]:
+    calls = []
+    for turn in turns[index + 1 :]:
+        if turn.role != "tool":
+            break
+        arguments = json.loads(turn.tool_arguments or "{}")
+        given = arguments if isinstance(arguments, dict) else {"input": arguments}
+        calls.append({"type": "function", "function": {"name": turn.tool_name or "", "arguments": given}})
+    return calls
+
+
+def _generation_prompt(chat: ChatFormat) -> list[int]:
+    user = [{"role": "user", "content": "x"}]
+    opened = list(chat.renderer.render_ids(user, add_generation_prompt=True))
+    closed = list(chat.renderer.render_ids(user, add_generation_prompt=False))
+    if opened[: len(closed)] != closed or len(opened) == len(closed):
+        raise NotRendered("this chat template has no separate generation prompt")
+    return opened[len(closed) :]
+
+
+def _spans(owners: Sequence[int], count: int) -> list[tuple[int, int]]:
+    """First token of each message and the one behind its last."""
+    spans = [(0, 0)] * count
+    for at, owner in enumerate(owners):
+        if 0 <= owner < count:
+            start, end = spans[owner]
+            spans[owner] = (at, at + 1) if start == end else (start, at + 1)
+    return spans
+
+
+def _sampled(
+    ids: Sequence[int], start: int, end: int, opening: Sequence[int], stops: set[int]
+) -> tuple[int, int]:
+    """The tokens of a message that a policy would have sampled; none when it has no header or no end."""
+    begin = start + len(opening)
+    last = next((at for at in range(end - 1, begin - 1, -1) if ids[at] in stops), None)
+    if list(ids[start:begin]) != list(opening) or last is None:
+        return start, start
+    return begin, last + 1
+
+
+def _site(
+    site: HintSite,
+    turns: Sequence[Turn],
+    messages: Sequence[Message],
+    of_turn: Sequence[int | None],
+    chat: ChatFormat,
+    opening: Sequence[int],
+    role: str,
+) -> HintSite | str:
+    """The site with its tokens, or why there is none."""
+    turn, number = turns[site.turn], of_turn[site.turn]
+    if turn.start == turn.end or number is None:
+        return "the turn has no tokens of its own in this chat template"
+    try:
+        text = hint_text(turn)
+    except KeyError:
+        return f"no hint template for {site.kind}"
+    before = messages[number - 1]["role"] if number else "user"
+    hint_ids = _hint_ids(chat, text, role, before, opening)
+    if hint_ids is None:
+        return f"this chat template does not take a {role} message in mid-conversation"
+    return replace(
+        site,
+        hint=text,
+        insert_at=turn.start - len(opening),
+        start=turn.start,
+        end=turn.end,
+        hint_ids=tuple(hint_ids),
+    )
+
+
+def _hint_ids(
+    chat: ChatFormat, text: str, role: str, before: str, opening: Sequence[int]
+) -> list[int] | None:
+    """A hint message as tokens, as it stands behind a message of the role ``before``; None where it cannot."""
+    call = {"type": "function", "function": {"name": "x", "arguments": {}}}
+    context: list[Message] = [{"role": "user", "content": "x"}]
+    if before in ("tool", "assistant"):
+        context.append(
+            {"role": "assistant", "content": "x", "tool_calls": [call] if before == "tool" else []}
+        )
+    if before == "tool":
+        context.append({"role": "tool", "content": "x", "name": "x"})
+    try:
+        plain = list(chat.renderer.render_ids(context, add_generation_prompt=True))
+        hint = [*context, {"role": role, "content": text}]
+        hinted = list(chat.renderer.render_ids(hint, add_generation_prompt=True))
+    except _UNRENDERABLE:
+        return None
+    at = len(plain) - len(opening)
+    found = hinted[at : len(hinted) - len(opening)]
+    return found if found and hinted == [*plain[:at], *found, *opening] else None

@@ -1,0 +1,231 @@
+"""What sampling through the engine pool costs, against simulated servers in processes of their own.
+
+    python benchmarks/rollout.py [--rounds 8]
+
+``overhead``: time of a turn at the caller beyond the time that the server took for it, by turns in flight.
+``publish``: time to bring servers to a new version whose load takes no time, for each server.
+``recovery``: after SIGKILL of one of two servers, the longest turn of those that were running, and the time from
+its restart until it is back at the newest version.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import json
+import os
+import random
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import structlog
+from safetensors.numpy import save_file
+
+from hintloop.agent.engine import Sampling
+from hintloop.replay.weights import WeightStore
+from hintloop.rollout.engines.pool import Pool
+from hintloop.rollout.engines.sim_plan import Plan
+from hintloop.rollout.engines.vllm import Patience
+from hintloop.rollout.vllm_extension import CACHE
+
+STOP = 999
+TOKENS = (24, 72)
+"""Range of the tokens of a turn."""
+TURN_S = 0.2
+PLAN = Plan(prompt_ms=100, token_ms=2, stop_after=10**15, stream_interval=16)
+START_S = 60.0
+
+
+class Server:
+    """``hintloop sim-engine`` in a process, which may be killed and started again on its port."""
+
+    def __init__(self, folder: Path, name: str) -> None:
+        self._folder, self._ready = folder, folder / f"{name}.url"
+        (folder / "plan.json").write_text(PLAN.model_dump_json())
+        self.start(0)
+
+    def start(self, port: int) -> None:
+        """Start the process; ``wait`` waits for it."""
+        options = ["--port", str(port), "--plan", str(self._folder / "plan.json")]
+        command = [sys.executable, "-m", "hintloop.cli.main", "sim-engine", *options]
+        self._ready.unlink(missing_ok=True)
+        self.process = subprocess.Popen(
+            [*command, "--ready-file", str(self._ready)],
+            env={**os.environ, CACHE: str(self._folder / "servers")},
+        )
+
+    def wait(self) -> str:
+        """The URL, once it answers."""
+        deadline = time.monotonic() + START_S
+        while not self._ready.exists():
+            if self.process.poll() is not None or time.monotonic() > deadline:
+                raise RuntimeError("a simulated server did not start")
+            time.sleep(0.01)
+        return self._ready.read_text().strip()
+
+
+@contextlib.contextmanager
+def servers(folder: Path, count: int) -> Iterator[list[Server]]:
+    """Simulated servers, ended at the end."""
+    started = [Server(folder, f"server{number}") for number in range(count)]
+    try:
+        yield started
+    finally:
+        for server in started:
+            server.process.kill()
+            server.process.wait(10)
+
+
+class Weights:
+    """A weight store with tiny versions."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.version = folder, -1
+        self.store = WeightStore(folder / "weights")
+
+    def publish(self) -> tuple[Path, int]:
+        """The next version: its folder and its number."""
+        self.version += 1
+        made = self.folder / "made"
+        made.mkdir(exist_ok=True)
+        save_file({"weight": np.full((64, 64), self.version, np.float32)}, made / "model.safetensors")
+        probe = {"token_ids": [1, 2, 3], "logprobs": [-1.0 - self.version, -2.0]}
+        self.store.publish(self.version, made, metadata={"probe": probe})
+        return self.store.fetch(self.version, self.folder / "cache"), self.version
+
+
+def open_pool(urls: Sequence[str], weights: Weights) -> Pool:
+    """A pool on the servers."""
+    return Pool(urls, weights_uri=weights.store.uri, stop_ids=[STOP], patience=Patience(poll=0.5))
+
+
+async def all_at(pool: Pool, version: int) -> None:
+    """Wait until every server samples from a version."""
+    async with asyncio.timeout(START_S):
+        while any(server["version"] != version for server in pool.servers()):  # noqa: ASYNC110
+            await asyncio.sleep(0.002)
+
+
+async def overhead(pool: Pool, url: str, in_flight: int, rounds: int) -> dict[str, float]:
+    """Turns in a closed loop; each has a prompt length of its own, by which the server's time is found."""
+    took: dict[int, float] = {}
+    numbers = iter(range(in_flight * rounds))
+    rng = random.Random(in_flight)
+
+    async def work() -> None:
+        await asyncio.sleep(rng.random() * TURN_S)  # turns of an episode do not begin all at once
+        for number in numbers:
+            prompt = [number % 900] * (100 + number)
+            started = time.monotonic()
+            await pool.generate(prompt, Sampling(1.0, rng.randint(*TOKENS)), session=str(number))
+            took[len(prompt)] = time.monotonic() - started
+
+    started, cpu = time.monotonic(), time.process_time()
+    await asyncio.gather(*(work() for _ in range(in_flight)))
+    wall, cpu = time.monotonic() - started, time.process_time() - cpu
+    shown = await asyncio.to_thread(httpx.get, f"{url}/sim")
+    served = {entry["prompt"]: entry["seconds"] for entry in shown.json()["served"]}
+    beyond = [1e3 * (seconds - served[prompt]) for prompt, seconds in took.items()]
+    return {
+        "turns_per_s": round(len(took) / wall, 1),
+        "p50_ms": round(statistics.median(beyond), 2),
+        "p95_ms": round(sorted(beyond)[int(0.95 * len(beyond))], 2),
+        "cpu_ms_per_turn": round(1e3 * cpu / len(took), 2),
+    }
+
+
+async def publish(pool: Pool, weights: Weights, rounds: int) -> dict[str, float]:
+    """Time of a roll-out, for each server."""
+    took = []
+    for _ in range(rounds):
+        folder, version = weights.publish()
+        started = time.monotonic()
+        await pool.load_weights(folder, version)
+        await all_at(pool, version)
+        took.append(1e3 * (time.monotonic() - started) / len(pool.servers()))
+    return {"p50_ms_per_server": round(statistics.median(took), 1), "max": round(max(took), 1)}
+
+
+async def recovery(pool: Pool, weights: Weights, victim: Server, url: str) -> dict[str, float]:
+    """Kill a server under load, start it again, and wait until it is back."""
+
+    async def turn(number: int) -> float:
+        started = time.monotonic()
+        await pool.generate([number] * 50, Sampling(1.0, 400), session=str(number))
+        return time.monotonic() - started
+
+    undisturbed = max(await asyncio.gather(*(turn(number) for number in range(16))))
+    turns = [asyncio.create_task(turn(number)) for number in range(16)]
+    await asyncio.sleep(0.5)
+    os.kill(victim.process.pid, signal.SIGKILL)
+    longest = max(await asyncio.gather(*turns))
+    folder, version = weights.publish()
+    await pool.load_weights(folder, version)
+    victim.process.wait(10)
+    killed = time.monotonic()
+    victim.start(int(url.rpartition(":")[2]))
+    await asyncio.to_thread(victim.wait)
+    up = time.monotonic()
+    await all_at(pool, version)
+    now = time.monotonic()
+    return {
+        "longest_turn_s": round(longest, 2),
+        "undisturbed_s": round(undisturbed, 2),
+        "restart_to_back_s": round(now - killed, 2),
+        "up_to_back_s": round(now - up, 2),
+        "kept_tokens": pool.stats()["continued_tokens"],
+    }
+
+
+async def measure(folder: Path, in_flight: Sequence[int], rounds: int) -> None:
+    """Everything, one line each."""
+    weights = Weights(folder)
+
+    def show(name: str, found: dict[str, Any]) -> None:
+        print(json.dumps({"kind": name, **found}), flush=True)
+
+    with servers(folder, 4) as started:
+        urls = [server.wait() for server in started]
+        weights_folder, version = weights.publish()
+        for count in (1, 4):
+            pool = open_pool(urls[:count], weights)
+            await pool.load_weights(weights_folder, version)
+            await all_at(pool, version)
+            if count == 1:
+                for number in in_flight:
+                    show("overhead", {"in_flight": number, **await overhead(pool, urls[0], number, rounds)})
+            show("publish", {"servers": count, **await publish(pool, weights, rounds)})
+            await pool.close()
+            weights_folder, version = weights.publish()
+        pool = open_pool(urls[:2], weights)
+        await pool.load_weights(weights_folder, version)
+        await all_at(pool, version)
+        show("recovery", await recovery(pool, weights, started[0], urls[0]))
+        await pool.close()
+
+
+def main() -> None:
+    """Print one JSON line per measurement."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--in-flight", type=int, nargs="+", default=[1, 8, 32, 128])
+    parser.add_argument("--rounds", type=int, default=8, help="turns per place in flight; new versions")
+    args = parser.parse_args()
+    structlog.configure(logger_factory=structlog.PrintLoggerFactory(sys.stderr))
+    with tempfile.TemporaryDirectory(prefix="hintloop-bench-") as folder:
+        asyncio.run(measure(Path(folder), args.in_flight, args.rounds))
+
+
+if __name__ == "__main__":
+    main()

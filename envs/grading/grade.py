@@ -1,0 +1,53 @@
+"""Tests of every kind, by one call each: what the agent sees of them, and what its work is worth."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from hintloop.envs.grading import assertions, functions, repository
+from hintloop.envs.grading.result import Grade, VisibleResult
+from hintloop.envs.sandbox.base import SandboxProvider
+from hintloop.envs.task import AssertTests, FunctionTests, RepositoryTests, Task
+
+if TYPE_CHECKING:
+    from hintloop.envs.tools import Workspace
+
+
+def has_visible_tests(task: Task) -> bool:
+    """Whether the agent may run tests."""
+    return not isinstance(task.tests, RepositoryTests) or task.tests.visible is not None
+
+
+def grade(provider: SandboxProvider, task: Task, files: Mapping[str, str | None]) -> Grade:
+    """Grade what was handed in, by the hidden tests; see ``handin.Files``. Raises ``SandboxDead``.
+
+    ``ValueError`` for a task that cannot be graded at all.
+    """
+    match task.tests:
+        case RepositoryTests() as tests:
+            return repository.grade(provider, task, tests, files)
+        case AssertTests() as tests:
+            return assertions.grade(provider, task, tests, _present(files))
+        case FunctionTests() as tests:
+            return functions.grade(provider, task, tests, _present(files))
+
+
+def run_visible(provider: SandboxProvider | None, task: Task, sandbox: Workspace) -> VisibleResult:
+    """Run the visible tests where the agent works. Raises ``SandboxDead``.
+
+    Only assertions need ``provider``. ``ValueError`` when the task has no visible tests, or they cannot run.
+    """
+    match task.tests:
+        case RepositoryTests() as tests:
+            return repository.run_visible(tests, sandbox)
+        case AssertTests() as tests:
+            if provider is None:
+                raise ValueError(f"the visible tests of {task.task_id} need a sandbox of their own")
+            return assertions.run_visible(provider, task, tests, sandbox)
+        case FunctionTests() as tests:
+            return functions.run_visible(sandbox, tests)
+
+
+def _present(files: Mapping[str, str | None]) -> dict[str, str]:
+    return {path: text for path, text in files.items() if text is not None}

@@ -1,0 +1,152 @@
+"""What went wrong in a recorded tool call, and whose doing it was.
+
+Kinds and causes carry the names of the live tool errors. Recordings say less than a live environment does: a
+flag alone is no verdict (refusals set it, too), and a missing one is none either. An error is put down to the
+model only where the text or the exit code says so; one that nobody can be blamed for counts as ``infra``.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from hintloop.replay.ingest.trace import ToolCall, ToolResult
+
+MODEL, INFRA, USER = "model", "infra", "user"
+
+CAUSES: dict[str, str] = {
+    "tool_not_found": MODEL,
+    "json_decode": MODEL,
+    "type_error": MODEL,
+    "command_not_found": MODEL,
+    "file_not_found": MODEL,
+    "permission_denied": MODEL,
+    "syntax_error": MODEL,
+    "edit_no_match": MODEL,
+    "runtime_error": MODEL,
+    "test_failure": USER,
+    "timeout": MODEL,
+    "output_capped": MODEL,
+    "out_of_memory": MODEL,
+    "connection_error": INFRA,
+}
+"""The kinds that are told apart here, and their usual causes."""
+
+MESSAGE_CHARS = 2000
+_EDGE_CHARS = 1000
+"""Of a longer text only the two ends are searched."""
+_SHELLS = frozenset(
+    [
+        "bash",
+        "shell",
+        "exec",
+        "exec_command",
+        "local_shell",
+        "local_shell_call",
+        "container.exec",
+        "run_shell_command",
+        "terminal",
+        "execute_bash",
+    ]
+)
+_TELLS = re.compile(
+    r"\s*(?:<tool_use_error>|apply_patch verification failed|failed to parse function arguments"
+    r"|unsupported (?:custom tool )?call: |Error: No such tool available)"
+)
+"""How the result of a failed call begins where there is no flag; a file that holds such a text begins otherwise."""
+_TAGS = re.compile(r"</?tool_use_error>")
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """One failed call."""
+
+    kind: str
+    cause: str
+    message: str
+
+
+def _rule(kind: str, pattern: str) -> tuple[str, str, re.Pattern[str]]:
+    """For text in lower case: ignoring case costs five times as much."""
+    return kind, CAUSES[kind], re.compile(pattern, re.MULTILINE)
+
+
+_REFUSED = re.compile(
+    r"haven't granted it yet|user doesn't want to (?:proceed|take this action)|\[request interrupted by user"
+    r"|rejected by (?:the )?user|aborted by (?:the )?user|tool use was rejected|blocked by .{0,40}hook"
+    r"|hook .{0,80}(?:blocked|denied)|has been denied|permission to use .{0,80} denied|approval (?:denied|required)",
+)
+_SAYS_SO = (
+    _rule("tool_not_found", r"no such tool available|^unsupported (?:custom tool )?call: |^unknown tool\b"),
+    _rule("json_decode", r"not valid json|json ?(?:decode|parse) ?error|could not be parsed as json"),
+    _rule("type_error", r"inputvalidationerror|failed to parse (?:function )?arguments|required parameter"
+          r"|mcp error -32602|invalid arguments|agent type '.*' not found|unknown skill"),
+    _rule("edit_no_match", r"has not been read yet|modified since read|string to replace not found"
+          r"|matches of the string to replace|old_string and new_string are exactly the same"
+          r"|apply_patch verification failed|failed to find (?:expected lines|context)|invalid (?:patch|context)\b"),
+    _rule("output_capped", r"exceeds maximum allowed (?:tokens|size)|maxfilereadtokenexceeded|file content .* exceeds"),
+)  # fmt: skip
+"""Texts of the tools themselves, at the beginning of a result that is known to be a failure."""
+_IN_OUTPUT = (
+    _rule("connection_error", r"econnrefused|econnreset|enotfound|eai_again|etimedout|could not resolve host"
+          r"|connection (?:refused|reset|error)|fetch failed|network is unreachable|status code [45]\d\d"
+          r"|rate.?limit|overloaded_error|internal server error|service unavailable"),
+    _rule("timeout", r"timed out|timeout expired|^timeout\b"),
+    _rule("out_of_memory", r"out of memory|memoryerror|heap limit|oom-?kill"),
+    _rule("test_failure", r"failed(?:(?<=[1-9] failed)|(?<=\d0 failed))|failing(?:(?<=[1-9] failing)|(?<=\d0 failing))"
+          r"|^failed |^fail\s+\S+|--- fail|test result: failed"),
+    _rule("command_not_found", r"command not found|not recognized as an internal|: not found$"
+          r"|executable file not found"),
+    _rule("syntax_error", r"syntaxerror|indentationerror|taberror|syntax error|unexpected (?:token|eof|end of file)"),
+    _rule("file_not_found", r"no such file or directory|enoent|file does not exist|filenotfounderror|eisdir"
+          r"|is a directory|directory does not exist|path does not exist|cannot find the (?:path|file)"),
+    _rule("permission_denied", r"permission denied|eacces|eperm|operation not permitted|read-only file system"),
+)  # fmt: skip
+"""Texts inside of a command's output: they name the kind of a failure that is known from elsewhere."""
+_BY_EXIT_CODE = {
+    124: ("timeout", MODEL),
+    126: ("permission_denied", MODEL),
+    127: ("command_not_found", MODEL),
+    130: ("permission_denied", USER),  # interrupted from the keyboard
+    137: ("out_of_memory", INFRA),  # killed, by whom and why is not known
+    -1: ("timeout", INFRA),  # no exit code: still running, or its sandbox broke
+}
+
+
+def classify(call: ToolCall) -> Failure | None:
+    """The failure of a call; None when it succeeded or has no result."""
+    result = call.result
+    if result is None:
+        return None
+    told = _TELLS.match(result.text) is not None
+    if not (told or result.refused or result.is_error or result.exit_code not in (None, 0)):
+        return None
+    text = _TAGS.sub("", result.text).strip()
+    edges = text if len(text) <= 2 * _EDGE_CHARS else f"{text[:_EDGE_CHARS]}\n{text[-_EDGE_CHARS:]}"
+    kind, cause = _verdict(call, result, edges.lower(), told)
+    return Failure(kind, cause, text[:MESSAGE_CHARS])
+
+
+def _verdict(call: ToolCall, result: ToolResult, text: str, told: bool) -> tuple[str, str]:
+    if result.refused or _REFUSED.search(text[:1000]):
+        return "permission_denied", USER
+    if (said := _first(_SAYS_SO, text[:200])) is not None:
+        return said
+    found = _first(_IN_OUTPUT, text)
+    by_code = _BY_EXIT_CODE.get(result.exit_code or 0)
+    if by_code is not None:
+        # Being killed is nobody's fault until the output names the reason.
+        return (
+            found if found and by_code[1] == INFRA and found[0] in ("timeout", "out_of_memory") else by_code
+        )
+    if found is not None:
+        return found
+    ran = result.exit_code is not None or call.name.lower() in _SHELLS
+    if told or (ran and text):
+        return "runtime_error", MODEL
+    # A tool with an error text of its own, or a command that failed without a word, as grep does.
+    return "runtime_error", INFRA
+
+
+def _first(rules: tuple[tuple[str, str, re.Pattern[str]], ...], text: str) -> tuple[str, str] | None:
+    return next(((kind, cause) for kind, cause, rule in rules if rule.search(text)), None)

@@ -1,0 +1,73 @@
+"""Which format a file is of: by what its first records look like, never by its name."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import islice
+from typing import BinaryIO, Protocol
+
+from hintloop.replay.ingest.claude_code import ClaudeCode
+from hintloop.replay.ingest.codex import Codex
+from hintloop.replay.ingest.head import Head
+from hintloop.replay.ingest.lines import read_records
+from hintloop.replay.ingest.report import Refused, Report
+from hintloop.replay.ingest.trace import Trace
+
+HEAD_BYTES = 64 << 10
+HEAD_RECORDS = 40
+MIN_SCORE = 0.5
+
+
+class Format(Protocol):
+    """One kind of recording."""
+
+    @property
+    def name(self) -> str:
+        """Short and constant: it is the ``source`` of the episodes."""
+
+    def sniff(self, head: Head) -> float:
+        """How likely a file that begins like this is of this format: 0 to 1."""
+
+    def read(self, stream: BinaryIO, report: Report) -> Iterator[Trace]:
+        """The conversations of a seekable file, one at a time.
+
+        Counts every record in ``report``, and calls ``report.judge`` before it gives the first trace.
+        """
+
+
+FORMATS: dict[str, Format] = {each.name: each for each in (ClaudeCode(), Codex())}
+"""Every known format by name."""
+
+
+@dataclass(frozen=True, slots=True)
+class Detected:
+    """The format of a file, and how sure that is."""
+
+    format: Format
+    score: float
+
+
+def register(format: Format) -> None:
+    """Add a format, or replace the one of that name."""
+    FORMATS[format.name] = format
+
+
+def detect(stream: BinaryIO) -> Detected:
+    """The best match for a seekable file. ``Refused`` when no format is likely enough."""
+    head = read_head(stream)
+    scored = [Detected(each, each.sniff(head)) for each in FORMATS.values()]
+    best = max(scored, key=lambda found: found.score)
+    if best.score < MIN_SCORE:
+        raise Refused(f"not a trace of a known format ({', '.join(FORMATS)})")
+    return best
+
+
+def read_head(stream: BinaryIO) -> Head:
+    """The beginning of a seekable file."""
+    stream.seek(0)
+    data = stream.read(HEAD_BYTES)
+    found = islice(read_records(stream, Report()), HEAD_RECORDS)
+    # A document that is one JSON value over many lines has no record in its first lines; do not read on.
+    looks_like_lines = data.lstrip(b"\xef\xbb\xbf\0 \t\r\n").startswith(b"{")
+    return Head(data, tuple(each.record for each in found) if looks_like_lines else ())

@@ -1,0 +1,341 @@
+"""Many inference servers as one engine.
+
+Each server has a loop of its own that looks at it, brings it to the newest weights and, when it failed, back
+into the pool; only a server whose weights are checked is sent anything. The turns of one episode go to the
+server that has its prefix cached, unless that one has much more to do than another.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections import OrderedDict
+from collections.abc import AsyncIterator, Iterable, Sequence
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import httpx
+import structlog
+
+from hintloop.agent.engine import EngineError, Sample, Sampling
+from hintloop.replay.weights import MANIFEST, Manifest
+from hintloop.rollout.engines.answer import Piece
+from hintloop.rollout.engines.publish import FetchFailed, bring_up, confirm
+from hintloop.rollout.engines.turn import TurnCounts, sample_turn
+from hintloop.rollout.engines.vllm import Patience, ServerError, VllmServer
+from hintloop.rollout.engines.wire import LeanTransport
+from hintloop.rollout.weights import PROBE_TOLERANCE, Fetched, WeightsRefused
+
+AFFINITY_SLACK = 8
+"""An episode changes servers when its own has so many requests more than the one with the fewest."""
+ERRORS_IN_A_ROW = 3
+"""Refused requests after which a server is looked at before it gets more."""
+REFUSALS = 3
+"""Failed probes of one server after which a version is given up, if nobody else has it."""
+PAUSED_SHARE = 0.25
+"""Share of the servers that may change their weights at the same time; one always may."""
+FIRST_PAUSE_S, LAST_PAUSE_S = 0.05, 5.0
+"""Pauses before a server that failed is looked at again; they double."""
+MAX_SESSIONS = 65536
+_log = structlog.get_logger(__name__)
+
+
+@dataclass(eq=False, slots=True)
+class _Member:
+    server: VllmServer
+    task: asyncio.Task[None] | None = None
+    wake: asyncio.Event = field(default_factory=asyncio.Event)
+    in_flight: int = 0
+    changing: bool = False
+    """It is paused for new weights, or these are not checked yet."""
+    leaving: bool = False
+    failures: int = 0
+    """Since it last answered a request."""
+    errors: int = 0
+    """Refused requests in a row."""
+    refusals: int = 0
+    """Failed probes in a row."""
+    reason: str = "not looked at yet"
+
+    @property
+    def version(self) -> int | None:
+        return self.server.standing.version
+
+    @property
+    def ready(self) -> bool:
+        return self.version is not None and not self.leaving
+
+
+class Pool:
+    """An ``Engine`` on servers that come and go. For one event loop; nothing runs before its first use."""
+
+    def __init__(
+        self,
+        urls: Iterable[str],
+        *,
+        weights_uri: str,
+        stop_ids: Sequence[int],
+        patience: Patience | None = None,
+        probe_tolerance: float = PROBE_TOLERANCE,
+        roster: Path | None = None,
+    ) -> None:
+        """The servers fetch from ``weights_uri``; ``stop_ids`` end a turn.
+
+        While the file ``roster`` exists, the URLs in it, one a line, are the servers instead of ``urls``.
+        """
+        self.counts = TurnCounts()
+        self._urls = tuple(urls)
+        self._weights_uri = weights_uri
+        self._stop_ids = stop_ids
+        self._patience = patience or Patience()
+        self._tolerance = probe_tolerance
+        self._roster = roster
+        transport = LeanTransport(connect_s=self._patience.connect)
+        self._client = httpx.AsyncClient(transport=transport, timeout=None, trust_env=False)
+        self._members: dict[str, _Member] = {}
+        self._homes: OrderedDict[str, _Member] = OrderedDict()
+        self._release: Fetched | None = None
+        self._following: asyncio.Task[None] | None = None
+        self._moved = asyncio.Event()
+        self._closed = False
+
+    # The engine
+
+    @property
+    def version(self) -> int:
+        """The version that was loaded last; -1 before the first."""
+        return -1 if self._release is None else self._release.version
+
+    async def generate(self, prompt_ids: Sequence[int], sampling: Sampling, *, session: str) -> Sample:
+        """Sample one continuation; see ``Engine``. Survives servers that end in the middle of it."""
+        self._start()
+        ask = partial(self._ask, session)
+        return await sample_turn(ask, prompt_ids, sampling, seconds=self._patience.turn, counts=self.counts)
+
+    async def end_session(self, session: str) -> None:
+        """Forget where ``session`` was sampled."""
+        self._homes.pop(session, None)
+
+    async def load_weights(self, folder: Path, version: int) -> None:
+        """Bring the servers to a version; of ``folder`` only the manifest is read.
+
+        Returns when every server in the pool has it, and one at least. Raises ``WeightsRefused`` when the
+        servers do not reproduce its probe, and ``EngineError`` when none has it in time.
+        """
+        manifest = Manifest.from_json((folder / MANIFEST).read_bytes())
+        self._release = Fetched(version, folder, False, manifest.metadata)
+        self._start()
+        for member in self._members.values():
+            member.refusals = 0
+            member.wake.set()
+        await self._all_at(version)
+
+    def stats(self) -> dict[str, float]:
+        """Totals since the start, and how many servers there are."""
+        ready = sum(member.ready for member in self._members.values())
+        return {**asdict(self.counts), "servers": len(self._members), "servers_ready": ready}
+
+    def servers(self) -> list[dict[str, Any]]:
+        """Each server with its version, requests in flight and what keeps it from sampling, as JSON data."""
+        return [
+            {
+                "url": url,
+                "version": member.version,
+                "in_flight": member.in_flight,
+                "state": "ready" if member.ready else "changing" if member.changing else "out",
+                "reason": member.reason,
+            }
+            for url, member in self._members.items()
+        ]
+
+    async def close(self) -> None:
+        """Refuse everything from now on; the servers themselves go on."""
+        self._closed = True
+        tasks = [member.task for member in self._members.values() if member.task]
+        tasks += [self._following] if self._following else []
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await self._client.aclose()
+
+    # Who belongs to it
+
+    def add(self, url: str) -> None:
+        """Let a server join, once it has the newest weights."""
+        self._start()
+        self._add(url.rstrip("/"))
+
+    def _add(self, url: str) -> None:
+        if url in self._members:
+            return
+        server = VllmServer(url, self._client, stop_ids=self._stop_ids, patience=self._patience)
+        member = self._members[url] = _Member(server)
+        member.task = asyncio.create_task(self._tend(member))
+
+    def remove(self, url: str) -> None:
+        """Send nothing more to a server; what it is doing is finished."""
+        member = self._members.pop(url.rstrip("/"), None)
+        if member is not None:
+            member.leaving = True
+            member.wake.set()
+            self._move()
+
+    def _start(self) -> None:
+        if self._closed:
+            raise EngineError("the engine pool is closed")
+        if self._following is None:
+            self._set_urls(self._urls)
+            self._following = asyncio.create_task(self._follow_roster())
+
+    def _set_urls(self, urls: Sequence[str]) -> None:
+        wanted = [url.rstrip("/") for url in urls]
+        for url in [url for url in self._members if url not in wanted]:
+            self.remove(url)
+        for url in wanted:
+            self._add(url)
+
+    async def _follow_roster(self) -> None:
+        while self._roster is not None:
+            try:
+                lines = self._roster.read_text().splitlines()
+                self._set_urls([line.strip() for line in lines if line.strip()])
+            except FileNotFoundError:
+                self._set_urls(self._urls)
+            except (OSError, ValueError) as error:
+                _log.warning("engine_roster_not_read", path=str(self._roster), error=repr(error))
+            await asyncio.sleep(self._patience.poll)
+
+    # Sampling
+
+    async def _ask(self, session: str, prompt_ids: Sequence[int], sampling: Sampling) -> Piece:
+        member = await self._pick(session)
+        epoch = member.server.standing.epoch
+        member.in_flight += 1
+        try:
+            piece = await member.server.sample(prompt_ids, sampling)
+        finally:
+            member.in_flight -= 1
+        if piece.finish_reason:
+            member.failures = member.errors = 0
+        else:
+            member.errors += 1
+            if (piece.gone or member.errors >= ERRORS_IN_A_ROW) and epoch == member.server.standing.epoch:
+                self._drop(member, piece.problem)
+        return piece
+
+    async def _pick(self, session: str) -> _Member:
+        """The server for a request; waits for one."""
+        while not (ready := [member for member in self._members.values() if member.ready]):
+            await self._change()
+        least = min(ready, key=lambda member: member.in_flight)
+        home = self._homes.get(session)
+        if home is None or not home.ready or home.in_flight > least.in_flight + AFFINITY_SLACK:
+            self._homes[session] = home = least
+        self._homes.move_to_end(session)
+        if len(self._homes) > MAX_SESSIONS:
+            self._homes.popitem(last=False)
+        return home
+
+    # Keeping the servers
+
+    async def _tend(self, member: _Member) -> None:
+        """Look at one server again and again, for as long as it belongs to the pool."""
+        while not member.leaving:
+            if member.failures and not member.ready:
+                pause = FIRST_PAUSE_S * 2 ** min(member.failures - 1, 16)
+                await asyncio.sleep(min(LAST_PAUSE_S, pause))
+            try:
+                await self._look(member)
+            except FetchFailed as error:
+                member.failures += 1
+                member.reason = str(error)
+            except (ServerError, WeightsRefused) as error:
+                member.refusals += isinstance(error, WeightsRefused)
+                self._drop(member, str(error))
+            self._move()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(self._patience.poll if member.ready else 0):
+                    await member.wake.wait()
+            member.wake.clear()
+
+    async def _look(self, member: _Member) -> None:
+        """See that a server is well and has the newest weights, or give it these."""
+        server, release = member.server, self._release
+        if release is None:
+            await member.wake.wait()
+            return
+        if member.version == release.version:
+            await confirm(server)
+            return
+        if not member.ready:
+            await server.connect()
+        await bring_up(
+            server,
+            release,
+            self._weights_uri,
+            swap=partial(self._swap, member),
+            tolerance=self._tolerance,
+            patience=self._patience,
+            reload=member.refusals > 0,
+        )
+        member.refusals, member.reason = 0, ""
+        _log.info("engine_ready", url=server.url, version=release.version)
+
+    @contextlib.asynccontextmanager
+    async def _swap(self, member: _Member) -> AsyncIterator[None]:
+        """Entered when few enough others are changing their weights."""
+        while sum(other.changing for other in self._members.values()) >= max(
+            1, int(PAUSED_SHARE * len(self._members))
+        ):
+            await self._change()
+        member.changing = True
+        try:
+            yield
+        finally:
+            member.changing = False
+            self._move()
+
+    def _drop(self, member: _Member, reason: str) -> None:
+        member.failures += 1
+        member.errors = 0
+        if member.ready:
+            _log.warning("engine_left", url=member.server.url, reason=reason)
+        member.reason = reason
+        member.server.standing.lose()
+        member.wake.set()
+        self._move()
+
+    async def _all_at(self, version: int) -> None:
+        started, first_at = time.monotonic(), None
+        while True:
+            members, now = list(self._members.values()), time.monotonic()
+            there = [member for member in members if member.version == version]
+            behind = [member for member in members if member.ready and member.version != version]
+            if there and not behind:
+                return
+            if there:
+                first_at = first_at or now
+            if first_at and now - first_at > self._patience.lag:
+                for member in behind:
+                    self._drop(member, f"{member.server.url}: version {version} came later than elsewhere")
+                continue
+            reasons = "; ".join(member.reason for member in members) or "there is no server"
+            if not there and not behind and any(member.refusals >= REFUSALS for member in members):
+                raise WeightsRefused(reasons)
+            if not there and now - started > self._patience.join:
+                raise EngineError(
+                    f"no server has version {version} after {self._patience.join:g} s: {reasons}"
+                )
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(self._patience.poll):
+                    await self._change()
+
+    def _move(self) -> None:
+        self._moved.set()
+
+    async def _change(self) -> None:
+        self._moved.clear()
+        await self._moved.wait()

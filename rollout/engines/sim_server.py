@@ -1,0 +1,384 @@
+"""The HTTP surface of the simulated server: what the rollout side uses of vLLM, with its names and shapes.
+
+They are those of vLLM 0.32 with ``VLLM_SERVER_DEV_MODE=1`` and ``--enable-scale-out``. ``/sim`` is our own: GET
+shows what the server did, POST plans more faults. As with vLLM's own routes of this kind nobody is asked who he
+is: keep it on loopback.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import socket
+import sys
+import threading
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import uvicorn
+from pydantic import TypeAdapter
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
+from starlette.routing import Route
+
+from hintloop.rollout.engines.sim import Answer, Ask, Dropped, SimEngine
+from hintloop.rollout.engines.sim_plan import Fault, Plan
+
+MODEL = "sim"
+LOGPROBS_MODE = "processed_logprobs"
+STOP_S = 10.0
+MAX_BODY_BYTES = 16 * 1024 * 1024
+_FAULTS = TypeAdapter(tuple[Fault, ...])
+_NEUTRAL = {
+    "top_p": 1.0,
+    "top_k": 0,
+    "min_p": 0.0,
+    "presence_penalty": 0.0,
+    "frequency_penalty": 0.0,
+    "repetition_penalty": 1.0,
+}
+"""The only values that these may have."""
+
+Handler = Callable[[SimEngine, Request], Awaitable[Response]]
+
+
+def create_app(engine: SimEngine) -> Starlette:
+    """All routes on one engine."""
+
+    def route(path: str, handler: Handler, method: str = "POST") -> Route:
+        async def endpoint(request: Request) -> Response:
+            if not engine.up:
+                return _error(503, "the server is starting")
+            if int(request.headers.get("content-length") or 0) > MAX_BODY_BYTES:
+                return _error(413, "the request is too large")
+            try:
+                return await handler(engine, request)
+            except (ValueError, KeyError, TypeError) as error:
+                return _error(400, f"{type(error).__name__}: {error}")
+
+        return Route(path, endpoint, methods=[method])
+
+    return Starlette(
+        routes=[
+            route("/inference/v1/generate", generate),
+            route("/inference/v1/abort_requests", abort_requests),
+            route("/abort_requests", abort_requests),
+            route("/pause", pause),
+            route("/resume", resume),
+            route("/is_paused", is_paused, "GET"),
+            route("/update_weight_version", update_weight_version),
+            route("/weight_info", weight_info, "GET"),
+            route("/collective_rpc", collective_rpc),
+            route("/health", health, "GET"),
+            route("/metrics", metrics, "GET"),
+            route("/v1/models", models, "GET"),
+            route("/server_info", server_info, "GET"),
+            route("/sim", show, "GET"),
+            route("/sim/faults", plan_faults),
+        ]
+    )
+
+
+async def generate(engine: SimEngine, request: Request) -> Response:
+    """``POST /inference/v1/generate``: token ids in, token ids out, streamed or whole."""
+    body = await request.json()
+    ask = _ask(body, engine.plan)
+    fault = engine.faults.strike("generate")
+    if fault and fault.kind == "error":
+        return _error(fault.status, "planned")
+    if not engine.healthy:
+        return _error(500, "EngineCore encountered an issue.")
+    if body.get("stream"):
+        return StreamingResponse(_events(engine, ask, fault), media_type="text/event-stream")
+    answer = Answer()
+    async for grown in engine.generate(ask, fault):
+        answer = grown
+    whole = {
+        "request_id": f"generate-tokens-{ask.request_id}",
+        "model": MODEL,
+        "created": int(time.time()),
+        "usage": {
+            "prompt_tokens": len(ask.token_ids),
+            "completion_tokens": len(answer.token_ids),
+            "total_tokens": len(ask.token_ids) + len(answer.token_ids),
+        },
+        "prompt_logprobs": _prompt_logprobs(engine, body, ask),
+        "output_mode": "tokens",
+        "choices": [_choice(answer, 0)],
+    }
+    return JSONResponse(whole)
+
+
+async def _events(engine: SimEngine, ask: Ask, fault: Fault | None) -> AsyncIterator[str]:
+    sent = 0
+    async for answer in engine.generate(ask, fault):
+        chunk = {
+            "request_id": f"generate-tokens-{ask.request_id}",
+            "usage": None,
+            "output_mode": "tokens",
+            "choices": [_choice(answer, sent)],
+        }
+        sent = len(answer.token_ids)
+        yield f"data: {json.dumps(chunk)}\n\n"
+    yield "data: [DONE]\n\n"
+
+
+def _choice(answer: Answer, start: int) -> dict[str, Any]:
+    """What came after the first ``start`` tokens; the spans come with the end, and cover all."""
+    content = [
+        {
+            "token_id": token,
+            "logprob": logprob,
+            "rank": 1,
+            "top_logprobs": [{"token_id": token, "logprob": logprob, "rank": 1}],
+        }
+        for token, logprob in zip(answer.token_ids[start:], answer.logprobs[start:], strict=True)
+    ]
+    stopped = answer.finish_reason == "stop"
+    return {
+        "index": 0,
+        "logprobs": {"content": content},
+        "finish_reason": answer.finish_reason,
+        "stop_reason": answer.token_ids[-1] if stopped else None,
+        "token_ids": answer.token_ids[start:],
+        "weight_versions": answer.spans if answer.finish_reason else None,
+    }
+
+
+def _ask(body: dict[str, Any], plan: Plan) -> Ask:
+    params = dict(body["sampling_params"])
+    for name, neutral in _NEUTRAL.items():
+        if params.get(name, neutral) != neutral:
+            raise ValueError(f"{name} must be {neutral:g}, not {params[name]}")
+    token_ids = tuple(int(token) for token in body["token_ids"])
+    room = plan.max_model_len - len(token_ids)
+    max_tokens = int(params.get("max_tokens", room))
+    if not token_ids or min(token_ids) < 0 or not 1 <= max_tokens <= room:
+        raise ValueError(
+            f"{len(token_ids)} prompt tokens and {max_tokens} more do not fit {plan.max_model_len}"
+        )
+    seed = params.get("seed")
+    return Ask(
+        request_id=str(body["request_id"]),
+        token_ids=token_ids,
+        max_tokens=max_tokens,
+        greedy=float(params.get("temperature", 1.0)) == 0.0,
+        seed=None if seed is None else int(seed),
+        stop_ids=tuple(params.get("stop_token_ids") or ()),
+    )
+
+
+def _prompt_logprobs(engine: SimEngine, body: dict[str, Any], ask: Ask) -> list[dict[str, Any] | None] | None:
+    if body["sampling_params"].get("prompt_logprobs") is None:
+        return None
+    scores = engine.worker.model.score(ask.token_ids)
+    return [
+        None,
+        *(
+            {str(token): {"logprob": score, "rank": 1, "decoded_token": None}}
+            for token, score in zip(ask.token_ids[1:], scores, strict=True)
+        ),
+    ]
+
+
+async def abort_requests(engine: SimEngine, request: Request) -> Response:
+    """``POST /abort_requests``: end requests with what they have; no ids means all."""
+    ids = [name.removeprefix("generate-tokens-") for name in (await request.json()).get("request_ids") or ()]
+    return JSONResponse({"status": "aborted", "aborted": engine.abort(ids)})
+
+
+async def pause(engine: SimEngine, request: Request) -> Response:
+    """``POST /pause?mode=keep``, the only mode that is simulated."""
+    if request.query_params.get("mode") != "keep":
+        raise ValueError("only mode=keep is simulated")
+    engine.pause()
+    return JSONResponse({"status": "paused"})
+
+
+async def resume(engine: SimEngine, request: Request) -> Response:
+    """``POST /resume``."""
+    engine.resume()
+    return JSONResponse({"status": "resumed"})
+
+
+async def is_paused(engine: SimEngine, request: Request) -> Response:
+    """``GET /is_paused``."""
+    return JSONResponse({"is_paused": engine.paused})
+
+
+async def update_weight_version(engine: SimEngine, request: Request) -> Response:
+    """``POST /update_weight_version``: name the weights in use."""
+    engine.label = str((await request.json())["new_version"])
+    return JSONResponse({"success": True, "new_version": engine.label})
+
+
+async def weight_info(engine: SimEngine, request: Request) -> Response:
+    """``GET /weight_info``: how the weights in use are named."""
+    if not engine.healthy:
+        return _error(500, "EngineCore encountered an issue.")
+    return JSONResponse({"weight_version": engine.label})
+
+
+async def collective_rpc(engine: SimEngine, request: Request) -> Response:
+    """``POST /collective_rpc``: call a method of the worker extension."""
+    body = await request.json()
+    try:
+        result = await engine.call(body["method"], body.get("kwargs") or {})
+    except (AttributeError, TypeError, ValueError) as error:
+        return _error(500, f"Call to collective_rpc method failed: {error}")
+    return JSONResponse({"results": [result]})
+
+
+async def health(engine: SimEngine, request: Request) -> Response:
+    """``GET /health``: 200, or 503 when the engine is dead."""
+    return Response(status_code=200 if engine.healthy else 503)
+
+
+async def metrics(engine: SimEngine, request: Request) -> Response:
+    """``GET /metrics``: the Prometheus names that vLLM has for these."""
+    values = {
+        "vllm:num_requests_running": len(engine.running) - engine.waiting,
+        "vllm:num_requests_waiting": engine.waiting,
+        "vllm:generation_tokens_total": engine.sampled,
+    }
+    lines = [f'{name}{{engine="0",model_name="{MODEL}"}} {float(value)}\n' for name, value in values.items()]
+    return PlainTextResponse("".join(lines))
+
+
+async def models(engine: SimEngine, request: Request) -> Response:
+    """``GET /v1/models``."""
+    card = {"id": MODEL, "object": "model", "owned_by": "vllm", "max_model_len": engine.plan.max_model_len}
+    return JSONResponse({"object": "list", "data": [card]})
+
+
+async def server_info(engine: SimEngine, request: Request) -> Response:
+    """``GET /server_info?config_format=json``: the part of the configuration that matters to a client."""
+    model = {"logprobs_mode": LOGPROBS_MODE, "max_model_len": engine.plan.max_model_len}
+    return JSONResponse({"vllm_config": {"model_config": model}, "vllm_env": {}, "system_env": {}})
+
+
+async def show(engine: SimEngine, request: Request) -> Response:
+    """``GET /sim``: what the server did, and what it has still planned."""
+    return JSONResponse(
+        {
+            "label": engine.label,
+            "paused": engine.paused,
+            "restarts": engine.restarts,
+            "sampled": engine.sampled,
+            "running": len(engine.running),
+            "served": list(engine.served),
+            "faults": engine.faults.left(),
+        }
+    )
+
+
+async def plan_faults(engine: SimEngine, request: Request) -> Response:
+    """``POST /sim/faults``: a JSON list of faults to come."""
+    engine.faults.add(_FAULTS.validate_python(await request.json()))
+    return JSONResponse({"faults": engine.faults.left()})
+
+
+def _error(status: int, message: str) -> Response:
+    kind = "BadRequestError" if status < 500 else "InternalServerError"
+    return JSONResponse({"error": {"message": message, "type": kind, "param": None, "code": status}}, status)
+
+
+class SimServer(uvicorn.Server):
+    """Serves an engine; announces its URL when it is ready, and returns on a signal."""
+
+    def __init__(self, engine: SimEngine, sock: socket.socket, ready_file: Path | None = None) -> None:
+        config = uvicorn.Config(
+            create_app(engine),
+            log_level="warning",
+            log_config=None,
+            access_log=False,
+            timeout_graceful_shutdown=1,
+        )
+        super().__init__(config)
+        self.url = "http://{}:{}".format(*sock.getsockname()[:2])
+        self._sock = sock
+        self._ready_file = ready_file
+        logging.getLogger("uvicorn.error").addFilter(_unplanned)
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """Stop."""
+        self.should_exit = True
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Listen, and say so."""
+        await super().startup([self._sock])
+        if self._ready_file is not None:
+            part = self._ready_file.with_name(f"{self._ready_file.name}.{os.getpid()}.part")
+            part.write_text(self.url + "\n")
+            part.replace(self._ready_file)
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A listening socket whose connections send at once: asyncio sees to that for its own sockets only."""
+    sock = socket.create_server((host, port))
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    return sock
+
+
+def _unplanned(record: logging.LogRecord) -> bool:
+    """Whether a log record tells of anything but a connection that was dropped on purpose."""
+    error = record.exc_info[1] if record.exc_info else None
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return not isinstance(error, Dropped)
+
+
+def serve(
+    plan: Plan,
+    *,
+    cache: Path,
+    host: str = "127.0.0.1",
+    port: int = 0,
+    seed: int = 0,
+    ready_file: Path | None = None,
+) -> None:
+    """Serve until SIGTERM or SIGINT. ``port`` 0 takes a free one; ``ready_file`` then gets the URL."""
+    sock = listen(host, port)
+    port = sock.getsockname()[1]
+    engine = SimEngine(plan, cache=cache, seed=seed, quit=lambda: os._exit(1), restart=_restarter(port))
+    if ready_file is not None:
+        ready_file.unlink(missing_ok=True)
+    try:
+        SimServer(engine, sock, ready_file).run(sockets=[sock])
+    finally:
+        sock.close()
+        if ready_file is not None:
+            ready_file.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def in_thread(engine: SimEngine) -> Iterator[str]:
+    """Serve in a thread of this process, for tests and measurements; gives the URL."""
+    with listen("127.0.0.1", 0) as sock:
+        server = SimServer(engine, sock)
+        thread = threading.Thread(target=server.run, kwargs={"sockets": [sock]}, daemon=True)
+        thread.start()
+        try:
+            yield server.url
+        finally:
+            server.should_exit = True
+            thread.join(STOP_S)
+
+
+_WAIT_AND_RUN = "import os, sys, time; time.sleep(float(sys.argv[1])); os.execv(sys.argv[2], sys.argv[2:])"
+
+
+def _restarter(port: int) -> Callable[[float], None]:
+    """Ends every connection and runs the same command again on the same port, without planned faults."""
+
+    def restart(seconds: float) -> None:
+        again = [sys.executable, *sys.orig_argv[1:], "--port", str(port), "--no-faults"]
+        os.execv(sys.executable, [sys.executable, "-c", _WAIT_AND_RUN, str(seconds), *again])
+
+    return restart

@@ -1,0 +1,231 @@
+"""One vLLM server over HTTP: sampling with an exact record, and the control calls of a weight roll-out.
+
+A server belongs to one rollout process. It must have been started with ``--logprobs-mode processed_logprobs``,
+``--enable-scale-out``, ``VLLM_SERVER_DEV_MODE=1`` and the worker extension; ``--stream-interval 16`` saves work
+on both sides.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import httpx
+
+from hintloop.agent.engine import EngineError, Sampling
+from hintloop.rollout.engines.answer import (
+    MAX_ERROR_CHARS,
+    BadAnswer,
+    Piece,
+    Standing,
+    Stream,
+    events,
+    version_of,
+)
+
+GENERATE = "/inference/v1/generate"
+LOGPROBS_MODE = "processed_logprobs"
+NEUTRAL = {
+    "top_p": 1.0,
+    "top_k": 0,
+    "min_p": 0.0,
+    "presence_penalty": 0.0,
+    "frequency_penalty": 0.0,
+    "repetition_penalty": 1.0,
+}
+"""Settings that would cut off or shift probabilities, all switched off: they would bias the learner's ratio."""
+_STREAM_HEADERS = {"Accept-Encoding": "identity"}
+
+
+@dataclass(frozen=True, slots=True)
+class Patience:
+    """How long servers are waited for, in seconds."""
+
+    turn: float = 300.0
+    """One turn with all its retries, and the wait for a server that is free to take it."""
+    stall: float = 60.0
+    """Between two pieces of an answer, a pause for new weights included."""
+    connect: float = 5.0
+    control: float = 30.0
+    """A short call: pause, resume, the name of the weights."""
+    load: float = 600.0
+    """Taking fetched weights over."""
+    fetch: float = 3600.0
+    lag: float = 30.0
+    """How much later than the first server another one may have a version before it leaves the pool."""
+    join: float = 600.0
+    """Until any server has a version."""
+    poll: float = 1.0
+    """Between two looks at a server."""
+
+
+class ServerError(EngineError):
+    """A server did not do what it was asked to."""
+
+
+class VllmServer:
+    """Talks to one server. The HTTP client is shared and belongs to the caller; it is not to have timeouts."""
+
+    def __init__(
+        self, url: str, client: httpx.AsyncClient, *, stop_ids: Sequence[int], patience: Patience
+    ) -> None:
+        """``stop_ids`` end an answer."""
+        self.url = url.rstrip("/")
+        self.standing = Standing()
+        self.max_length = 0
+        """Tokens of prompt and answer together; known after ``connect``."""
+        self._client = client
+        self._stop_ids = list(stop_ids)
+        self._patience = patience
+
+    # Sampling
+
+    async def sample(self, prompt_ids: Sequence[int], sampling: Sampling) -> Piece:
+        """Send one request. ``ValueError`` when it cannot be sampled at all; other failures are in the piece."""
+        body = self._body(prompt_ids, sampling)
+        stream = Stream(self.standing, body["sampling_params"]["max_tokens"], frozenset(self._stop_ids))
+        problem, gone = "", False
+        try:
+            await self._read(body, stream)
+        except TimeoutError:
+            problem, gone = f"nothing came for {self._patience.stall:g} s", True
+        except httpx.HTTPError as error:
+            problem, gone = f"{type(error).__name__}: {error}", True
+        except BadAnswer as error:
+            problem, gone = str(error), True
+        except ServerError as error:
+            problem = str(error)
+        piece = await stream.piece(problem or "the answer had no end", gone=gone)
+        return piece if piece.finish_reason else replace(piece, problem=f"{self.url}: {piece.problem}")
+
+    def _body(self, prompt_ids: Sequence[int], sampling: Sampling) -> dict[str, Any]:
+        """A request whose log-probabilities are those of the tempered model, nothing cut off."""
+        limit = min(sampling.max_new_tokens, self.max_length - len(prompt_ids))
+        if not prompt_ids or limit < 1:
+            raise ValueError(f"a prompt of {len(prompt_ids)} tokens leaves no room in {self.max_length}")
+        if not 0.0 <= sampling.temperature < math.inf:
+            raise ValueError(f"cannot sample with {sampling}")
+        return {
+            "request_id": uuid.uuid4().hex,
+            "token_ids": list(prompt_ids),
+            "stream": True,
+            "sampling_params": {
+                "temperature": sampling.temperature,
+                "max_tokens": limit,
+                "stop_token_ids": self._stop_ids,
+                "ignore_eos": True,
+                "logprobs": 0,
+                "detokenize": False,
+                **NEUTRAL,
+            },
+        }
+
+    async def _read(self, body: dict[str, Any], stream: Stream) -> None:
+        stall, loop = self._patience.stall, asyncio.get_running_loop()
+        async with (
+            asyncio.timeout(stall) as clock,
+            self._client.stream("POST", self.url + GENERATE, json=body, headers=_STREAM_HEADERS) as response,
+        ):
+            if response.status_code != 200:
+                await response.aread()
+                raise _refusal(response)
+            async for event in events(response):
+                clock.reschedule(loop.time() + stall)
+                stream.add(event)
+
+    # Control; everything raises ``ServerError``
+
+    async def connect(self) -> None:
+        """Learn what the server can do."""
+        cards = await self._control("GET", "/v1/models")
+        info = await self._control("GET", "/server_info", params={"config_format": "json"})
+        try:
+            self.max_length = int(cards["data"][0]["max_model_len"])
+            mode = info["vllm_config"]["model_config"]["logprobs_mode"]
+        except (KeyError, IndexError, TypeError, ValueError) as error:
+            raise ServerError(f"{self.url}: not a vLLM server that can be used: {error!r}") from error
+        if mode != LOGPROBS_MODE:
+            raise ServerError(
+                f"{self.url}: it reports {mode}, which are not of the tokens' distribution; start it with "
+                f"--logprobs-mode {LOGPROBS_MODE}"
+            )
+
+    async def label(self) -> int | None:
+        """The version whose weights are in place by name; None for those that the server was started with."""
+        name = str((await self._control("GET", "/weight_info")).get("weight_version"))
+        return version_of(name)
+
+    async def name_weights(self, version: int) -> None:
+        """Name the weights in place; exact while generation is paused."""
+        await self._control("POST", "/update_weight_version", json={"new_version": str(version)})
+
+    async def pause(self) -> None:
+        """Freeze what is running, and forget what older weights cached."""
+        await self._control("POST", "/pause", params={"mode": "keep", "clear_cache": "true"})
+
+    async def resume(self) -> None:
+        """Let generation go on."""
+        await self._control("POST", "/resume")
+
+    async def is_paused(self) -> bool:
+        """Whether generation is frozen."""
+        return bool((await self._control("GET", "/is_paused")).get("is_paused"))
+
+    async def abort_all(self) -> None:
+        """End all requests; each is answered with what it has."""
+        await self._control("POST", "/abort_requests", json={"request_ids": []})
+
+    async def call(self, method: str, *, seconds: float | None = None, **kwargs: Any) -> list[dict[str, Any]]:
+        """A method of the worker extension; the answer of each worker."""
+        seconds = seconds or self._patience.control
+        body = {"method": method, "kwargs": kwargs, "timeout": seconds}
+        results = (await self._control("POST", "/collective_rpc", json=body, seconds=seconds)).get("results")
+        if not isinstance(results, list) or not all(isinstance(result, dict) for result in results):
+            raise ServerError(f"{self.url}: {method} answered {str(results)[:MAX_ERROR_CHARS]}")
+        return results
+
+    async def score(self, token_ids: Sequence[int]) -> list[float]:
+        """Log-probability of each token after the first, at temperature 1, nats."""
+        params = {"max_tokens": 1, "temperature": 0.0, "prompt_logprobs": 0, "detokenize": False}
+        body = {"request_id": uuid.uuid4().hex, "token_ids": list(token_ids), "sampling_params": params}
+        # The first request that a server gets may take long.
+        answer = await self._control("POST", GENERATE, json=body, seconds=self._patience.load)
+        try:
+            found = answer["prompt_logprobs"][1:]
+            return [
+                float(entry[str(token)]["logprob"]) for entry, token in zip(found, token_ids[1:], strict=True)
+            ]
+        except (KeyError, IndexError, TypeError, ValueError) as error:
+            raise ServerError(f"{self.url}: no log-probabilities of a prompt: {error!r}") from error
+
+    async def _control(
+        self, method: str, path: str, *, seconds: float | None = None, **options: Any
+    ) -> dict[str, Any]:
+        seconds = seconds or self._patience.control
+        try:
+            async with asyncio.timeout(seconds):
+                response = await self._client.request(method, self.url + path, **options)
+            if response.status_code != 200:
+                raise _refusal(response)
+            found = response.json() if response.content else {}
+        except TimeoutError:
+            raise ServerError(f"{self.url}: {path} was not answered within {seconds:g} s") from None
+        except httpx.HTTPError as error:
+            raise ServerError(f"{self.url}: {path}: {type(error).__name__}: {error}") from error
+        except (ValueError, ServerError) as error:
+            raise ServerError(f"{self.url}: {path}: {error}") from error
+        return found if isinstance(found, dict) else {}
+
+
+def _refusal(response: httpx.Response) -> Exception:
+    """``ValueError`` when the request itself is at fault, else ``ServerError``."""
+    said = f"HTTP {response.status_code}: {response.text[:MAX_ERROR_CHARS]}"
+    if response.status_code in (400, 422):
+        return ValueError(said)
+    if response.status_code in (403, 404):
+        said += " (it needs VLLM_SERVER_DEV_MODE=1 and --enable-scale-out)"
+    return ServerError(said)

@@ -1,0 +1,161 @@
+"""Recorded episodes as tokens: the model's own template, hints before the failing turn, nothing made up."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+
+import pytest
+
+from hintloop.agent.policy import ChatFormat, load_renderer
+from hintloop.agent.recorded import NotRendered, hint_text, tokenise
+from hintloop.cli.model import find_model
+from hintloop.replay.episode import NOT_SAMPLED, Episode, HintSite, Outcome, Turn
+
+
+@pytest.fixture(scope="module")
+def chat() -> ChatFormat:
+    return load_renderer(find_model("student-tiny"))
+
+
+def call(name: str, arguments: object, text: str, message: str | None = None) -> Turn:
+    return Turn("tool", 0, 0, text, name, json.dumps(arguments), error_message=message)
+
+
+def recorded(*turns: Turn, sites: tuple[tuple[int, str], ...] = ()) -> Episode:
+    return Episode(
+        episode_id="codex/s/main/1",
+        group_id="codex/s/main/1",
+        task_id="codex/s",
+        env="recorded",
+        source="codex",
+        created_at=0.0,
+        model="gpt",
+        tokenizer_fingerprint="",
+        token_ids=(),
+        loss_mask=(),
+        logprobs=(),
+        policy_versions=(),
+        turns=turns,
+        outcome=Outcome.UNGRADED,
+        reward=None,
+        hint_sites=tuple(HintSite(turn, kind, "", 0, 0, 0, ()) for turn, kind in sites),
+    )
+
+
+FAILING = Turn(
+    "assistant",
+    0,
+    0,
+    "I look",
+    "shell",
+    '{"command":"lss"}',
+    error_kind="command_not_found",
+    error_message="lss: command not found\n\nsecond line",
+    error_cause="model",
+)
+EPISODE = recorded(
+    Turn("user", 0, 0, "list the files"),
+    FAILING,
+    call("shell", {"command": "lss"}, "lss: command not found"),
+    call("shell", "bare text", "", message="no result was recorded"),
+    Turn("assistant", 0, 0, "done"),
+    sites=((1, "command_not_found"),),
+)
+
+
+def test_tokens_are_the_models_own_rendering(chat: ChatFormat) -> None:
+    made = tokenise(EPISODE, chat).episode
+    calls = [{"function": {"name": "shell", "arguments": {"command": "lss"}}}]
+    calls += [{"function": {"name": "shell", "arguments": {"input": "bare text"}}}]
+    messages = [
+        {"role": "user", "content": "list the files"},
+        {"role": "assistant", "content": "I look", "tool_calls": calls},
+        {"role": "tool", "content": "lss: command not found"},
+        {"role": "assistant", "content": "done"},
+    ]
+    assert list(made.token_ids) == list(chat.renderer.render_ids(messages))
+    assert made.tokenizer_fingerprint == chat.fingerprint
+
+
+def test_the_models_turns_are_sampled_by_nobody_known(chat: ChatFormat) -> None:
+    made = tokenise(EPISODE, chat).episode
+    for turn in made.turns:
+        sampled = turn.role == "assistant"
+        assert all(bit == sampled for bit in made.loss_mask[turn.start : turn.end])
+    spans = [turn for turn in made.turns if turn.role == "assistant"]
+    assert sum(made.loss_mask) == sum(turn.end - turn.start for turn in spans) > 0
+    assert all(made.token_ids[turn.end - 1] in chat.renderer.get_stop_token_ids() for turn in spans)
+    assert all(
+        math.isnan(value) == bool(bit) for value, bit in zip(made.logprobs, made.loss_mask, strict=True)
+    )
+    assert set(made.policy_versions) == {NOT_SAMPLED}
+    assert (made.outcome, made.reward) == (Outcome.UNGRADED, None)
+
+
+def test_the_hint_stands_before_the_generation_prompt_of_the_failing_turn(chat: ChatFormat) -> None:
+    result = tokenise(EPISODE, chat)
+    made = result.episode
+    (site,) = made.hint_sites
+    assert site.hint == (
+        "Hint: that command is not installed here; avoid this: lss: command not found second line"
+    )
+    hinted = [*made.token_ids[: site.insert_at], *site.hint_ids, *made.token_ids[site.insert_at : site.end]]
+    messages = [
+        {"role": "user", "content": "list the files"},
+        {"role": "system", "content": site.hint},
+    ]
+    prompt = list(chat.renderer.render_ids(messages, add_generation_prompt=True))
+    assert hinted[: len(prompt)] == prompt
+    assert (site.start, site.end) == (made.turns[1].start, made.turns[1].end)
+    assert not result.dropped
+
+
+def test_a_hint_behind_a_tool_result_is_what_the_template_makes_of_it(chat: ChatFormat) -> None:
+    episode = recorded(
+        Turn("user", 0, 0, "go"),
+        Turn("assistant", 0, 0, "", "shell", "{}"),
+        call("shell", {}, "ok"),
+        FAILING,
+        call("shell", {"command": "lss"}, "no"),
+        sites=((3, "command_not_found"),),
+    )
+    made = tokenise(episode, chat).episode
+    (site,) = made.hint_sites
+    hinted = [*made.token_ids[: site.insert_at], *site.hint_ids, *made.token_ids[site.insert_at : site.start]]
+    shell = [{"function": {"name": "shell", "arguments": {}}}]
+    messages = [
+        {"role": "user", "content": "go"},
+        {"role": "assistant", "content": "", "tool_calls": shell},
+        {"role": "tool", "content": "ok"},
+        {"role": "system", "content": site.hint},
+    ]
+    assert hinted == list(chat.renderer.render_ids(messages, add_generation_prompt=True))
+
+
+@pytest.mark.parametrize(
+    ("kind", "advice"),
+    [
+        ("type_error", "give the tool all of its required arguments"),
+        ("tool_not_found", "use one of the tools that were used before"),
+        ("runtime_error", "the command failed, read the last lines of its output"),
+    ],
+)
+def test_every_kind_has_a_hint_that_names_the_error_and_no_tool_of_ours(kind: str, advice: str) -> None:
+    turn = replace(FAILING, error_kind=kind, error_message="x" * 1000)
+    assert hint_text(turn) == f"Hint: {advice}; avoid this: {'x' * 200}"
+
+
+def test_a_kind_without_template_is_dropped_and_counted(chat: ChatFormat) -> None:
+    odd = recorded(
+        Turn("user", 0, 0, "x"), replace(FAILING, error_kind="moonlight"), sites=((1, "moonlight"),)
+    )
+    result = tokenise(odd, chat)
+    assert result.episode.hint_sites == ()
+    assert result.dropped == {"no hint template for moonlight": 1}
+
+
+def test_a_conversation_that_the_template_refuses_is_said_to_be_so(chat: ChatFormat) -> None:
+    with pytest.raises(NotRendered):
+        tokenise(recorded(), chat)

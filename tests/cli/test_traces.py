@@ -1,0 +1,185 @@
+"""``hintloop traces``: recordings in, a table or JSON out, tokens for a learner."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hintloop.cli.main import run_command
+from hintloop.replay.journal import Journal
+
+Says = Callable[..., str]
+
+
+@pytest.fixture
+def says(capsys: pytest.CaptureFixture[str]) -> Says:
+    """Runs a command and gives what it printed."""
+
+    def run(*words: str, code: int = 0) -> str:
+        assert run_command(["traces", *words]) == code, capsys.readouterr().err
+        return capsys.readouterr().out
+
+    return run
+
+
+def record(kind: str, uuid: str, parent: str | None, content: Any, **message: Any) -> dict[str, Any]:
+    return {
+        "type": kind,
+        "uuid": uuid,
+        "parentUuid": parent,
+        "sessionId": "s1",
+        "timestamp": "2025-09-07T09:52:03Z",
+        "message": {"role": kind, "content": content, **message},
+    }
+
+
+@pytest.fixture
+def recording(tmp_path: Path) -> Path:
+    """A Claude Code session with one error, and a file beside it that is no trace."""
+    use = {"type": "tool_use", "id": "c1", "name": "Bash", "input": {"command": "lss"}}
+    failed = {
+        "type": "tool_result",
+        "tool_use_id": "c1",
+        "is_error": True,
+        "content": "lss: command not found",
+    }
+    records = [
+        record("user", "1", None, "list the files with ghp_" + "a1" * 18),
+        record("assistant", "2", "1", [use], id="m1", model="claude-x"),
+        record("user", "3", "2", [failed]),
+        record("assistant", "4", "3", [{"type": "text", "text": "sorry " * 200}], id="m2", model="claude-x"),
+    ]
+    folder = tmp_path / "projects"
+    folder.mkdir()
+    (folder / "s1.jsonl").write_text("".join(json.dumps(each) + "\n" for each in records))
+    (folder / "agent.meta.json").write_text('{"agentType": "x"}')
+    return folder
+
+
+@pytest.fixture
+def journal(tmp_path: Path) -> str:
+    return str(tmp_path / "journal")
+
+
+def test_ingest_walks_a_folder_and_prints_what_became_of_it(
+    says: Says, recording: Path, journal: str
+) -> None:
+    text = says("ingest", str(recording), "--journal", journal)
+    assert "s1.jsonl" in text
+    assert "errors: 1 model/command_not_found" in text
+    assert "secrets: 1 github_token" in text
+    assert "1 other files are no traces" in text
+    assert len(Journal(journal).episode_ids()) == 1
+
+
+def test_ingest_reports_as_json(says: Says, recording: Path, journal: str) -> None:
+    reports = json.loads(says("ingest", str(recording), "--journal", journal, "--json"))
+    by_name = {Path(report["path"]).name: report for report in reports}
+    assert by_name["s1.jsonl"]["used"] == 4
+    assert by_name["agent.meta.json"]["refused"].startswith("not a trace")
+
+
+def test_secrets_are_kept_only_on_request(says: Says, recording: Path, journal: str) -> None:
+    says("ingest", str(recording), "--journal", journal, "--keep-secrets")
+    (episode,) = Journal(journal).reader().poll()
+    assert "ghp_a1a1" in episode.turns[0].text
+
+
+@pytest.mark.parametrize("content", ["no trace\n", '{"type": "user", "sessionId": "s", "message": {}}\n' * 3])
+def test_a_file_that_cannot_be_used_ends_with_status_1_and_a_reason(
+    says: Says, tmp_path: Path, journal: str, content: str
+) -> None:
+    bad = tmp_path / "bad.jsonl"
+    bad.write_text(content)
+    assert f"refused: {bad}: " in says("ingest", str(bad), "--journal", journal, code=1)
+
+
+def test_a_missing_path_is_one_line(tmp_path: Path, journal: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_command(["traces", "ingest", str(tmp_path / "none"), "--journal", journal]) == 2
+    assert "no such file or folder" in capsys.readouterr().err
+
+
+def test_show_prints_a_file_or_an_episode(says: Says, recording: Path, journal: str) -> None:
+    says("ingest", str(recording), "--journal", journal)
+    (episode_id,) = Journal(journal).episode_ids()
+    of_file = says("show", str(recording / "s1.jsonl"))
+    assert of_file == says("show", episode_id, "--journal", journal)
+    assert "!! model/command_not_found; hint site: no hint yet" in of_file
+    assert "characters more]" in of_file
+    assert "characters more]" not in says("show", episode_id, "--journal", journal, "--full")
+    (plain,) = json.loads(says("show", episode_id, "--journal", journal, "--json"))
+    assert plain["episode_id"] == episode_id
+
+
+@pytest.mark.parametrize("words", [["show", "nobody"], ["show", "nobody", "--journal", "J"]])
+def test_an_unknown_episode_is_one_line(
+    words: list[str], journal: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run_command(["traces", *(journal if word == "J" else word for word in words)]) == 2
+    assert "nobody" in capsys.readouterr().err
+
+
+def test_stats_count_by_source_and_by_kind_of_error(says: Says, recording: Path, journal: str) -> None:
+    says("ingest", str(recording), "--journal", journal)
+    found = json.loads(says("stats", "--journal", journal, "--json"))
+    assert found == {
+        "episodes": [
+            {
+                "source": "claude_code",
+                "outcome": "ungraded",
+                "episodes": 1,
+                "turns": 2,
+                "calls": 1,
+                "tokens": 0,
+                "sites": 1,
+            }
+        ],
+        "errors": [{"source": "claude_code", "cause": "model", "error": "command_not_found", "count": 1}],
+    }
+    assert "command_not_found" in says("stats", "--journal", journal)
+
+
+def test_tokenize_writes_another_journal_once(
+    says: Says, recording: Path, journal: str, tmp_path: Path
+) -> None:
+    says("ingest", str(recording), "--journal", journal)
+    words = ("--journal", journal, "--student", "student-tiny", "--to", str(tmp_path / "tokens"), "--json")
+    first = {row["what"]: row["count"] for row in json.loads(says("tokenize", *words))}
+    again = {row["what"]: row["count"] for row in json.loads(says("tokenize", *words))}
+    assert (first["episodes"], first["sites"], first["known_already"]) == (1, 1, 0)
+    assert (again["episodes"], again["known_already"]) == (0, 1)
+    (episode,) = Journal(tmp_path / "tokens").reader().poll()
+    assert len(episode.token_ids) == first["tokens"] > 0
+    assert len(episode.hint_sites[0].hint_ids) > 0
+
+
+def test_tokens_do_not_go_into_the_journal_of_texts(
+    says: Says, recording: Path, journal: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    says("ingest", str(recording), "--journal", journal)
+    words = ["tokenize", "--journal", journal, "--student", "student-tiny", "--to", journal]
+    assert run_command(["traces", *words]) == 2
+    assert "another journal" in capsys.readouterr().err
+
+
+def test_the_learner_trains_on_recordings_by_their_hints(
+    says: Says, recording: Path, journal: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tokens = str(tmp_path / "tokens")
+    says("ingest", str(recording), "--journal", journal)
+    says("tokenize", "--journal", journal, "--student", "student-tiny", "--to", tokens)
+    words = ["learn", "--run", str(tmp_path / "run"), "--journal", tokens, "--student", "student-tiny"]
+    settings = ["steps=1", "groups_per_step=1", "max_row_tokens=512"]
+    assert run_command([*words, "--json", *(w for s in settings for w in ("--set", f"learner.{s}"))]) == 0
+    counts = json.loads(capsys.readouterr().out)["counts"]
+    assert (counts["sites"], counts["episodes_unusable"], counts["tokens"]) == (1, 0, 0)
+    assert counts["tokens_unscored"] > 0
+
+
+@pytest.mark.parametrize("words", ["ingest", "tokenize", "show", "stats"])
+def test_every_command_has_help_with_an_example(says: Says, words: str) -> None:
+    assert f"Example: hintloop traces {words}" in " ".join(says(words, "--help").split())

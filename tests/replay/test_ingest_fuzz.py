@@ -1,0 +1,118 @@
+"""Damaged recordings: no crash, every record accounted for, and no result attributed to a call it is not of."""
+
+from __future__ import annotations
+
+import io
+import json
+import random
+from collections import Counter
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hintloop.replay.ingest.detect import FORMATS, detect
+from hintloop.replay.ingest.episodes import to_episode
+from hintloop.replay.ingest.redact import redact_trace
+from hintloop.replay.ingest.report import Refused, Report
+from hintloop.replay.table import decode, encode
+
+from .recordings import Claude, balanced, lines, small_claude, small_codex
+
+ODD = [None, 5, -1.5, True, "", "x", [], {}, [1], {"a": 1}, ["x", {"type": "text"}], "\ud800", "🙂", 1 << 70]
+
+
+def rich_claude() -> list[dict[str, Any]]:
+    made: Claude = small_claude()
+    made.user("you are a sub-agent", isSidechain=True, parent=None)
+    made.calls("s1", "m10", isSidechain=True)
+    made.gets("s1", [{"type": "text", "text": "Exit code 1\nno"}], True, isSidechain=True)
+    kept = {"headUuid": "x", "anchorUuid": "y"}
+    made.add("system", subtype="compact_boundary", parent=None, compactMetadata={"preservedSegment": kept})
+    made.user("summary", isCompactSummary=True)
+    made.says("on", "m11")
+    return made.records
+
+
+SEEDS = {"claude_code": rich_claude(), "codex": small_codex()}
+
+
+def damaged_values(record: Any, random_: random.Random) -> Any:
+    """The record with one value somewhere in it replaced or removed."""
+    if isinstance(record, dict) and record:
+        name = random_.choice(list(record))
+        if random_.random() < 0.4:
+            return {**record, name: random_.choice(ODD)}
+        if random_.random() < 0.2:
+            return {key: value for key, value in record.items() if key != name}
+        return {**record, name: damaged_values(record[name], random_)}
+    if isinstance(record, list) and record:
+        at = random_.randrange(len(record))
+        return [*record[:at], damaged_values(record[at], random_), *record[at + 1 :]]
+    return random_.choice(ODD)
+
+
+def damaged(records: list[Any], random_: random.Random) -> bytes:
+    """A file with some damage to values, to the order of lines, and to bytes."""
+    records = [damaged_values(r, random_) if random_.random() < 0.15 else r for r in records]
+    for _ in range(random_.randrange(3)):
+        at = random_.randrange(len(records))
+        records.insert(random_.randrange(len(records)), records[at])
+    if random_.random() < 0.2:
+        random_.shuffle(records)
+    data = bytearray(b"".join(json.dumps(record).encode() + b"\n" for record in records))
+    for _ in range(random_.choice((0, 0, 0, 1, 3))):
+        at = random_.randrange(len(data))
+        end = at + random_.choice((0, 1, 5, 200))
+        data[at:end] = random_.choice((b"", b"\0" * 9, b"\xff", b"\n", b"}{", b'"', b"{"))
+    return bytes(data)
+
+
+def check(data: bytes, name: str) -> None:
+    report = Report()
+    try:
+        traces = list(FORMATS[name].read(io.BytesIO(data), report))
+    except Refused:
+        assert sum(report.skipped.values()) > 0
+        return
+    assert balanced(report)
+    assert report.read >= sum(bool(line.strip()) for line in data.split(b"\n"))
+    seen: set[bytes] = set()
+    made = [to_episode(redact_trace(trace, Counter()), seen, report) for trace in traces]
+    assert sum(len(episode.hint_sites) for episode in made) == report.sites
+    for trace in traces:
+        assert any(message.role == "assistant" for message in trace.messages)
+    if made:
+        assert len(decode(encode(made), "segment")) == len(made)
+
+
+@pytest.mark.parametrize("name", SEEDS)
+def test_the_undamaged_file_is_read_whole(name: str) -> None:
+    report = Report()
+    list(FORMATS[name].read(io.BytesIO(lines(SEEDS[name])), report))
+    assert not report.skipped
+    assert balanced(report)
+
+
+@pytest.mark.parametrize("name", SEEDS)
+@settings(max_examples=60)
+@given(seed=st.integers(0, 1 << 40))
+def test_damaged_files_are_read_or_refused(name: str, seed: int) -> None:
+    check(damaged(SEEDS[name], random.Random(seed)), name)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SEEDS)
+def test_ten_thousand_damaged_files_are_read_or_refused(name: str) -> None:
+    for seed in range(10_000):
+        check(damaged(SEEDS[name], random.Random(seed)), name)
+
+
+@given(st.binary(max_size=400))
+def test_any_bytes_are_of_a_format_or_refused(data: bytes) -> None:
+    try:
+        found = detect(io.BytesIO(data))
+    except Refused:
+        return
+    assert found.score >= 0.5

@@ -1,0 +1,470 @@
+"""Servers that are slow, break, lie or die: nothing hangs, and nothing is lost, repeated or recorded wrongly."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from hintloop.agent.engine import EngineError, Sample, Sampling
+from hintloop.replay.weights import WeightStore
+from hintloop.rollout.engines.pool import Pool
+from hintloop.rollout.engines.sim import SimEngine
+from hintloop.rollout.engines.sim_model import SimModel, context_of, fold
+from hintloop.rollout.engines.sim_plan import Fault, Plan, load_plan
+from hintloop.rollout.engines.sim_server import in_thread
+from hintloop.rollout.engines.vllm import Patience
+from hintloop.rollout.vllm_extension import CACHE
+from hintloop.rollout.weights import WeightsRefused
+
+STOP = 99
+PROMPT = [3, 1, 4, 1, 5]
+GREEDY = 0.0
+DEADLINE_S = 20.0
+QUICK = Patience(
+    turn=10.0, stall=0.5, connect=1.0, control=2.0, load=3.0, fetch=5.0, lag=1.0, join=10.0, poll=0.02
+)
+
+
+@dataclass
+class World:
+    """Published weights, servers in this process, and a pool of them."""
+
+    folder: Path
+    engines: list[SimEngine] = field(default_factory=list)
+    urls: list[str] = field(default_factory=list)
+    models: dict[int, SimModel] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.store = WeightStore(self.folder / "weights")
+
+    def publish(self, version: int, *, probe_shift: float = 0.0) -> None:
+        made = self.folder / "made"
+        made.mkdir(exist_ok=True)
+        save_file({"weight": np.full((8, 8), version, np.float32)}, made / "model.safetensors")
+        (made / "config.json").write_text(json.dumps({"vocab_size": 90}))
+        probe = {"token_ids": [1, 2, 3], "logprobs": [-1.0 - version, -2.0]}
+        self.store.publish(version, made, metadata={"probe": probe})
+        self.models[version] = SimModel.of(self.fetched(version))
+
+    def fetched(self, version: int) -> Path:
+        return self.store.fetch(version, self.folder / "cache")
+
+    @contextlib.asynccontextmanager
+    async def pool(
+        self, *plans: Plan, patience: Patience = QUICK, roster: Path | None = None, load: bool = True
+    ) -> AsyncIterator[Pool]:
+        """A pool at version 0 on a server for each plan; everything within a deadline."""
+        with contextlib.ExitStack() as stack:
+            for plan in plans:
+                engine = SimEngine(plan, cache=self.folder / f"server{len(self.engines)}")
+                self.engines.append(engine)
+                self.urls.append(stack.enter_context(in_thread(engine)))
+            pool = Pool(
+                self.urls, weights_uri=self.store.uri, stop_ids=[STOP], patience=patience, roster=roster
+            )
+            try:
+                async with asyncio.timeout(DEADLINE_S):
+                    if load:
+                        self.publish(0)
+                        await pool.load_weights(self.fetched(0), 0)
+                    yield pool
+            finally:
+                await pool.close()
+
+    def greedy(self, count: int, version: int = 0) -> tuple[int, ...]:
+        """What greedy sampling of the prompt gives when nothing goes wrong."""
+        context, ids = context_of(PROMPT), []
+        while len(ids) < count and STOP not in ids:
+            ids.append(self.models[version].draw(context, 0, [STOP], NEVER_STOPS.stop_after))
+            context = fold(context, ids[-1])
+        return tuple(ids)
+
+    def check(self, sample: Sample) -> None:
+        """Each recorded log-probability is that of its token, in its context, under its version."""
+        context = context_of(PROMPT)
+        for token, logprob, version in zip(
+            sample.token_ids, sample.logprobs, sample.policy_versions, strict=True
+        ):
+            assert logprob == self.models[version].logprob(context, token)
+            context = fold(context, token)
+
+
+NEVER_STOPS = Plan(stop_after=10**15, token_ms=2, stream_interval=4)
+
+
+def planned(*faults: Fault, **changes: Any) -> Plan:
+    return NEVER_STOPS.model_copy(update={"fault": faults, **changes})
+
+
+@pytest.fixture
+def world(tmp_path: Path) -> World:
+    return World(tmp_path)
+
+
+async def sample(pool: Pool, count: int, *, session: str = "s", temperature: float = GREEDY) -> Sample:
+    return await pool.generate(PROMPT, Sampling(temperature, count), session=session)
+
+
+@pytest.mark.parametrize(
+    ("servers", "fault"),
+    [
+        (1, Fault(kind="slow", seconds=0.2, skip=2)),
+        (1, Fault(kind="error", times=2, skip=2)),
+        (1, Fault(kind="error", status=503, skip=2)),
+        (1, Fault(kind="drop", skip=2)),
+        (1, Fault(kind="drop", tokens=10, skip=2)),
+        (2, Fault(kind="drop", tokens=39, times=3, skip=2)),
+        (1, Fault(kind="hang", skip=2)),
+        (2, Fault(kind="hang", tokens=10, skip=2)),
+        (1, Fault(kind="mislabel", skip=2)),
+        (2, Fault(kind="restart", tokens=10, seconds=0.2, skip=2)),
+    ],
+    ids=lambda each: f"{each.kind}-{each.tokens}" if isinstance(each, Fault) else str(each),
+)
+def test_a_fault_in_the_middle_of_a_turn_changes_nothing_about_it(
+    world: World, servers: int, fault: Fault
+) -> None:
+    async def run() -> None:
+        plans = [planned(fault), *[NEVER_STOPS] * (servers - 1)]
+        async with world.pool(*plans) as pool:
+            for number in range(3 * servers):
+                found = await sample(pool, 40, session=str(number))
+                assert found.token_ids == world.greedy(40)
+                assert found.finish_reason == "length"
+                assert set(found.policy_versions) == {0}
+                world.check(found)
+            assert pool.stats()["sampled_tokens"] == 40 * 3 * servers
+            if fault.kind != "slow":
+                assert pool.stats()["retries"] >= 1
+
+    asyncio.run(run())
+
+
+def test_what_a_broken_stream_brought_is_kept_and_gone_on_from(world: World) -> None:
+    async def run() -> None:
+        fault = Fault(kind="drop", tokens=100, skip=1)
+        async with world.pool(planned(fault), NEVER_STOPS) as pool:
+            found = [await sample(pool, 120, session=str(number), temperature=1.0) for number in range(3)]
+            for each in found:
+                world.check(each)
+                assert len(each.token_ids) == 120
+            assert pool.stats()["continued_tokens"] == 100
+            prompts = sorted(entry["prompt"] for engine in world.engines for entry in engine.served)
+            assert prompts[-1] == len(PROMPT) + 100
+
+    asyncio.run(run())
+
+
+def test_tokens_that_nobody_vouches_for_are_sampled_again(world: World) -> None:
+    """Without a look at the server since the first token, it might have been started again before."""
+
+    async def run() -> None:
+        patience = Patience(turn=10.0, stall=1.0, poll=30.0)
+        async with world.pool(planned(Fault(kind="drop", tokens=20, skip=1)), patience=patience) as pool:
+            assert (await sample(pool, 40)).token_ids == world.greedy(40)
+            assert pool.stats()["continued_tokens"] == 0
+
+    asyncio.run(run())
+
+
+def test_a_request_that_spans_an_update_carries_both_versions(world: World) -> None:
+    async def run() -> None:
+        async with world.pool(NEVER_STOPS) as pool:
+            asked = [
+                asyncio.create_task(sample(pool, 150, session=str(i), temperature=1.0)) for i in range(6)
+            ]
+            await asyncio.sleep(0.1)
+            world.publish(1)
+            await pool.load_weights(world.fetched(1), 1)
+            for each in await asyncio.gather(*asked):
+                world.check(each)
+                assert len(each.token_ids) == 150
+                assert list(each.policy_versions) == sorted(each.policy_versions)
+                assert set(each.policy_versions) == {0, 1}
+            assert pool.stats()["retries"] == 0
+
+    asyncio.run(run())
+
+
+def test_servers_change_one_by_one_and_generation_goes_on_elsewhere(world: World) -> None:
+    async def run() -> None:
+        async with world.pool(*[planned(load_ms=100)] * 3) as pool:
+            await all_ready(pool, 0)
+            most, answered = 0, 0
+
+            async def watch() -> None:
+                nonlocal most
+                while True:
+                    most = max(most, sum(engine.paused for engine in world.engines))
+                    await asyncio.sleep(0.001)
+
+            watching = asyncio.create_task(watch())
+            for version in (1, 2):
+                world.publish(version)
+                loading = asyncio.create_task(pool.load_weights(world.fetched(version), version))
+                while not loading.done():
+                    world.check(await sample(pool, 8, temperature=1.0, session="brief"))
+                    await pool.end_session("brief")
+                    answered += any(engine.paused for engine in world.engines)
+                await loading
+                await all_ready(pool, version)
+            watching.cancel()
+            assert most == 1
+            assert answered >= 6
+
+    asyncio.run(run())
+
+
+def test_a_version_that_arrives_damaged_is_fetched_again(world: World) -> None:
+    async def run() -> None:
+        async with world.pool(planned(Fault(kind="corrupt", skip=1)), NEVER_STOPS) as pool:
+            world.publish(1)
+            await pool.load_weights(world.fetched(1), 1)
+            await all_ready(pool, 1)
+            found = await sample(pool, 20)
+            assert found.token_ids == world.greedy(20, version=1)
+
+    asyncio.run(run())
+
+
+def test_a_version_that_nobody_can_fetch_leaves_the_servers_as_they_are(world: World) -> None:
+    async def run() -> None:
+        async with world.pool(planned(Fault(kind="corrupt", skip=1, times=0))) as pool:
+            world.publish(1)
+            loading = asyncio.create_task(pool.load_weights(world.fetched(1), 1))
+            await asyncio.sleep(0.3)
+            assert not loading.done()
+            assert set((await sample(pool, 20)).policy_versions) == {0}
+            assert "DigestMismatch" in pool.servers()[0]["reason"]
+            loading.cancel()
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("kind", ["refuse_load", "stale_load", "break_load"])
+def test_a_server_whose_load_fails_is_out_until_it_has_the_newest_version(world: World, kind: Any) -> None:
+    async def run() -> None:
+        async with world.pool(planned(Fault(kind=kind, skip=1)), NEVER_STOPS) as pool:
+            asked = [
+                asyncio.create_task(sample(pool, 150, session=str(i), temperature=1.0)) for i in range(6)
+            ]
+            await asyncio.sleep(0.1)
+            world.publish(1)
+            await pool.load_weights(world.fetched(1), 1)
+            for each in await asyncio.gather(*asked):
+                world.check(each)
+                assert len(each.token_ids) == 150
+            if kind == "break_load":  # its process has ended; somebody starts it again
+                assert world.engines[0].restarts == 1
+                world.engines[0]._up_at = 0.0
+            await all_ready(pool, 1)
+            many = await asyncio.gather(
+                *(sample(pool, 20, session=f"new{i}", temperature=1.0) for i in range(6))
+            )
+            for each in many:
+                world.check(each)
+                assert set(each.policy_versions) == {1}
+
+    asyncio.run(run())
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    while not condition():  # noqa: ASYNC110 - what is waited for happens in another thread or process
+        await asyncio.sleep(0.01)
+
+
+async def all_ready(pool: Pool, version: int) -> None:
+    await until(
+        lambda: {(server["state"], server["version"]) for server in pool.servers()} == {("ready", version)}
+    )
+
+
+def test_a_version_that_no_server_reproduces_ends_the_run(world: World) -> None:
+    async def run() -> None:
+        plan = planned(Fault(kind="stale_load", skip=1, times=0))
+        async with world.pool(plan, plan) as pool:
+            world.publish(1)
+            with pytest.raises(WeightsRefused, match="version 1: the engine's log-probabilities differ"):
+                await pool.load_weights(world.fetched(1), 1)
+
+    asyncio.run(run())
+
+
+def test_without_any_server_a_turn_and_a_load_end_with_a_reason(world: World) -> None:
+    async def run() -> None:
+        patience = Patience(turn=0.3, join=0.5, connect=0.2, poll=0.05)
+        async with world.pool(patience=patience, load=False) as pool:
+            pool.add("http://127.0.0.1:9")
+            world.publish(0)
+            with pytest.raises(EngineError, match=r"no server has version 0 after 0.5 s.*127.0.0.1:9"):
+                await pool.load_weights(world.fetched(0), 0)
+            with pytest.raises(EngineError, match=r"no complete answer within 0.3 s"):
+                await sample(pool, 5)
+
+    asyncio.run(run())
+
+
+def test_a_server_that_somebody_left_paused_goes_on(world: World) -> None:
+    async def run() -> None:
+        async with world.pool(NEVER_STOPS) as first:
+            await first.close()
+            world.engines[0].pause()
+            second = Pool(world.urls, weights_uri=world.store.uri, stop_ids=[STOP], patience=QUICK)
+            await second.load_weights(world.fetched(0), 0)
+            assert (await sample(second, 20)).token_ids == world.greedy(20)
+            await second.close()
+
+    asyncio.run(run())
+
+
+def test_a_server_that_is_much_later_than_the_others_leaves(world: World) -> None:
+    async def run() -> None:
+        async with world.pool(NEVER_STOPS, NEVER_STOPS) as pool:
+            world.engines[1].plan = world.engines[1].plan.model_copy(update={"fetch_ms": 1500})
+            world.engines[1].worker._plan = world.engines[1].plan
+            world.publish(1)
+            await pool.load_weights(world.fetched(1), 1)
+            assert [server["state"] for server in pool.servers()] == ["ready", "out"]
+            await all_ready(pool, 1)
+
+    asyncio.run(run())
+
+
+def test_servers_join_and_leave_by_the_roster_while_turns_go_on(world: World, tmp_path: Path) -> None:
+    async def run() -> None:
+        roster = tmp_path / "engines.txt"
+        async with world.pool(NEVER_STOPS, NEVER_STOPS, roster=roster) as pool:
+            asked = [asyncio.create_task(sample(pool, 150, session=str(i))) for i in range(6)]
+            await asyncio.sleep(0.05)
+            roster.write_text(f"{world.urls[1]}/\n")
+            await until(lambda: len(pool.servers()) == 1)
+            before = world.engines[0].sampled
+            assert (await sample(pool, 20)).token_ids == world.greedy(20)
+            for each in await asyncio.gather(*asked):
+                assert each.token_ids == world.greedy(150)
+            assert world.engines[0].sampled > before  # what it was doing, it finished
+            assert pool.stats()["retries"] == 0
+            roster.unlink()
+            await until(lambda: len(pool.servers()) == 2)
+            await all_ready(pool, 0)
+
+    asyncio.run(run())
+
+
+def test_the_turns_of_an_episode_go_to_one_server_and_episodes_spread(world: World) -> None:
+    async def run() -> None:
+        async with world.pool(*[NEVER_STOPS] * 3) as pool:
+            await all_ready(pool, 0)
+
+            async def episode(name: str) -> list[int]:
+                places = []
+                for _ in range(3):
+                    await sample(pool, 8, session=name)
+                    places.append(world.urls.index(pool._homes[name].server.url))
+                return places
+
+            homes = await asyncio.gather(*(episode(str(i)) for i in range(9)))
+            assert all(len(set(places)) == 1 for places in homes)
+            assert [sum(places[0] == place for places in homes) for place in range(3)] == [3, 3, 3]
+
+    asyncio.run(run())
+
+
+@contextlib.contextmanager
+def process(folder: Path, *options: str) -> Iterator[tuple[subprocess.Popen[bytes], str]]:
+    """``hintloop sim-engine`` in a process of its own."""
+    ready = folder / f"ready{time.monotonic_ns()}"
+    started = subprocess.Popen(
+        [sys.executable, "-m", "hintloop.cli.main", "sim-engine", "--ready-file", str(ready), *options],
+        env={**os.environ, CACHE: str(folder / "server-cache")},
+    )
+    try:
+        deadline = time.monotonic() + DEADLINE_S
+        while not ready.exists():
+            assert started.poll() is None, "the server did not start"
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        yield started, ready.read_text().strip()
+    finally:
+        started.kill()
+        started.wait(10)
+
+
+def test_a_killed_server_is_missed_by_no_turn_and_comes_back_at_the_newest_version(
+    world: World, tmp_path: Path
+) -> None:
+    plan = tmp_path / "plan.json"
+    plan.write_text(NEVER_STOPS.model_dump_json())
+    world.publish(0)
+
+    async def run(victim: subprocess.Popen[bytes], urls: Sequence[str]) -> None:
+        pool = Pool(urls, weights_uri=world.store.uri, stop_ids=[STOP], patience=QUICK)
+        async with asyncio.timeout(DEADLINE_S):
+            await pool.load_weights(world.fetched(0), 0)
+            await all_ready(pool, 0)
+            asked = [asyncio.create_task(sample(pool, 200, session=str(i))) for i in range(8)]
+            async with httpx.AsyncClient() as client:
+                while (await client.get(f"{urls[0]}/sim")).json()["sampled"] < 300:  # noqa: ASYNC110
+                    await asyncio.sleep(0.01)
+            os.kill(victim.pid, signal.SIGKILL)
+            for each in await asyncio.gather(*asked):
+                assert each.token_ids == world.greedy(200)
+                world.check(each)
+            assert pool.stats()["continued_tokens"] > 0
+            world.publish(1)
+            await pool.load_weights(world.fetched(1), 1)
+            port = urls[0].rpartition(":")[2]
+            with process(tmp_path, "--port", port, "--plan", str(plan)):
+                started = time.monotonic()
+                await all_ready(pool, 1)
+                assert time.monotonic() - started < 10.0
+                assert (await sample(pool, 20)).token_ids == world.greedy(20, version=1)
+        await pool.close()
+
+    options = ("--port", "0", "--plan", str(plan))
+    with process(tmp_path, *options) as (victim, one), process(tmp_path, *options) as (_, other):
+        asyncio.run(run(victim, [one, other]))
+
+
+def test_a_planned_restart_is_a_new_process_without_weights(world: World, tmp_path: Path) -> None:
+    plan = tmp_path / "plan.toml"
+    fault = '[[fault]]\nkind = "restart"\ntokens = 8\nskip = 2\nseconds = 0.1\n'
+    plan.write_text(f"token_ms = 2\nstop_after = {NEVER_STOPS.stop_after}\n{fault}")
+    world.publish(0)
+
+    async def run(url: str) -> None:
+        pool = Pool([url], weights_uri=world.store.uri, stop_ids=[STOP], patience=QUICK)
+        async with asyncio.timeout(DEADLINE_S):
+            await pool.load_weights(world.fetched(0), 0)
+            for _ in range(3):
+                assert (await sample(pool, 40)).token_ids == world.greedy(40)
+            assert pool.stats()["retries"] >= 1
+        await pool.close()
+
+    with process(tmp_path, "--port", "0", "--plan", str(plan)) as (_, url):
+        asyncio.run(run(url))
+
+
+def test_a_plan_that_cannot_be_read_says_where(tmp_path: Path) -> None:
+    path = tmp_path / "plan.toml"
+    path.write_text('[[fault]]\nkind = "explode"\n')
+    with pytest.raises(ValueError, match=r"fault\.0\.kind"):
+        load_plan(path)
+    path.write_text("token_ms = ")
+    with pytest.raises(ValueError, match="is not a plan"):
+        load_plan(path)
