@@ -6,6 +6,7 @@ import json
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from hintloop.agent import hints
 from hintloop.agent.conversation import Conversation, Message, RenderError
@@ -14,8 +15,6 @@ from hintloop.agent.policy import ChatFormat, first_messages
 from hintloop.envs.errors import Cause, ToolError
 from hintloop.envs.models import TaskInfo, ToolCall, ToolResult
 from hintloop.replay.episode import HintSite, Turn
-
-"""Where the hint for an error goes: before the turn that failed, or before the one after it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +77,7 @@ class Transcript:
         self._task = task
         self._messages: list[Message] = list(messages)
         self._sampled: list[Sample] = []
-        self._errors: list[tuple[int, ToolError]] = []
+        self._errors: list[tuple[int, ToolError, dict[str, Any]]] = []
         self._assistants: list[int] = []
         self._kinds: Counter[str] = Counter()
         self._dropped: Counter[str] = Counter()
@@ -117,8 +116,8 @@ class Transcript:
         errors = tuple(result.error for result in results if result.error is not None)
         self._kinds.update(error.kind for error in errors)
         if errors:
-            first = errors[0]
-            self._errors.append((len(self._assistants) - 1, first))
+            first, known = errors[0], self._known(calls, results)
+            self._errors.append((len(self._assistants) - 1, first, known))
             self.turns[index] = replace(
                 self.turns[index],
                 error_kind=first.kind,
@@ -183,17 +182,22 @@ class Transcript:
     def hint_sites(self, role: str) -> tuple[HintSite, ...]:
         """One site for each error that the agent caused; what cannot be one is counted with its reason."""
         sites: dict[int, HintSite] = {}
-        for failing, error in self._errors:
+        for failing, error, known in self._errors:
             if error.cause is not Cause.MODEL:
                 continue
-            site = self._hint_site(failing, error, role)
+            site = self._hint_site(failing, error, known, role)
             if site is not None:
                 sites[failing] = site
         return tuple(sites.values())
 
-    def _hint_site(self, turn: int, error: ToolError, role: str) -> HintSite | None:
+    def _known(self, calls: Sequence[ToolCall], results: Sequence[ToolResult]) -> dict[str, Any]:
+        """What the agent knows of its first failed call."""
+        failed = next(number for number, result in enumerate(results) if result.error is not None)
+        return hints.context(self._task.tools, calls[failed], results[failed].output)
+
+    def _hint_site(self, turn: int, error: ToolError, known: dict[str, Any], role: str) -> HintSite | None:
         try:
-            text = hints.dispatch(error)
+            text = hints.dispatch(error, known)
         except KeyError:
             self._dropped[f"no hint template for {error.kind}"] += 1
             return None

@@ -22,7 +22,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -43,20 +43,21 @@ TOKENS = (24, 72)
 """Range of the tokens of a turn."""
 TURN_S = 0.2
 PLAN = Plan(prompt_ms=100, token_ms=2, stop_after=10**15, stream_interval=16)
+AT_ONCE = Plan()
 START_S = 60.0
 
 
 class Server:
     """``hintloop sim-engine`` in a process, which may be killed and started again on its port."""
 
-    def __init__(self, folder: Path, name: str) -> None:
-        self._folder, self._ready = folder, folder / f"{name}.url"
-        (folder / "plan.json").write_text(PLAN.model_dump_json())
+    def __init__(self, folder: Path, name: str, plan: Plan) -> None:
+        self._folder, self._ready, self._plan = folder, folder / f"{name}.url", folder / f"{name}.json"
+        self._plan.write_text(plan.model_dump_json())
         self.start(0)
 
     def start(self, port: int) -> None:
         """Start the process; ``wait`` waits for it."""
-        options = ["--port", str(port), "--plan", str(self._folder / "plan.json")]
+        options = ["--port", str(port), "--plan", str(self._plan)]
         command = [sys.executable, "-m", "hintloop.cli.main", "sim-engine", *options]
         self._ready.unlink(missing_ok=True)
         self.process = subprocess.Popen(
@@ -75,9 +76,9 @@ class Server:
 
 
 @contextlib.contextmanager
-def servers(folder: Path, count: int) -> Iterator[list[Server]]:
+def servers(folder: Path, *plans: Plan) -> Iterator[list[Server]]:
     """Simulated servers, ended at the end."""
-    started = [Server(folder, f"server{number}") for number in range(count)]
+    started = [Server(folder, f"server{number}", plan) for number, plan in enumerate(plans)]
     try:
         yield started
     finally:
@@ -194,24 +195,25 @@ async def measure(folder: Path, in_flight: Sequence[int], rounds: int) -> None:
     def show(name: str, found: dict[str, Any]) -> None:
         print(json.dumps({"kind": name, **found}), flush=True)
 
-    with servers(folder, 4) as started:
-        urls = [server.wait() for server in started]
-        weights_folder, version = weights.publish()
-        for count in (1, 4):
-            pool = open_pool(urls[:count], weights)
-            await pool.load_weights(weights_folder, version)
+    @contextlib.asynccontextmanager
+    async def pool_on(*plans: Plan) -> AsyncIterator[tuple[Pool, list[Server], list[str]]]:
+        with servers(folder, *plans) as started:
+            urls = [server.wait() for server in started]
+            made, version = weights.publish()
+            pool = open_pool(urls, weights)
+            await pool.load_weights(made, version)
             await all_at(pool, version)
-            if count == 1:
-                for number in in_flight:
-                    show("overhead", {"in_flight": number, **await overhead(pool, urls[0], number, rounds)})
-            show("publish", {"servers": count, **await publish(pool, weights, rounds)})
+            yield pool, started, urls
             await pool.close()
-            weights_folder, version = weights.publish()
-        pool = open_pool(urls[:2], weights)
-        await pool.load_weights(weights_folder, version)
-        await all_at(pool, version)
+
+    async with pool_on(PLAN) as (pool, _, urls):
+        for number in in_flight:
+            show("overhead", {"in_flight": number, **await overhead(pool, urls[0], number, rounds)})
+    for count in (1, 4):
+        async with pool_on(*[AT_ONCE] * count) as (pool, _, _):
+            show("publish", {"servers": count, **await publish(pool, weights, rounds)})
+    async with pool_on(PLAN, PLAN) as (pool, started, urls):
         show("recovery", await recovery(pool, weights, started[0], urls[0]))
-        await pool.close()
 
 
 def main() -> None:

@@ -21,7 +21,9 @@ from hintloop.envs.models import CodingState, ToolCall, ToolResult
 
 CONNECT_TIMEOUT_S = 10.0
 MESSAGE_TIMEOUT_S = 180.0
-"""Longest wait for one answer: a shell command, then grading, on a busy machine."""
+"""Longest wait for one answer, on a busy machine; longer for a task whose grading may take longer."""
+_GRACE_S = 60.0
+"""For such a task: what a busy server may take beyond the time that it names."""
 WAIT_S = 600.0
 """Longest wait for a free session."""
 _RETRY_S = (0.05, 1.0)
@@ -63,6 +65,7 @@ class CodingEnvClient(EnvClient[ToolCall, ToolResult, CodingState]):
             websocket_ping_interval_s=None,  # the wait for an answer has a deadline, and waits are rare
             mode="simulation",
         )
+        self._answer_s = message_timeout_s
         self._used = False
         self._busy = False
         self._clean = True
@@ -118,7 +121,7 @@ class CodingEnvClient(EnvClient[ToolCall, ToolResult, CodingState]):
     async def _exchange(self, text: bytes) -> dict[str, Any]:
         ws = self._ws
         assert ws is not None
-        async with asyncio.timeout(self._message_timeout):
+        async with asyncio.timeout(self._answer_s):
             # A refused session is told so and closed; its last message can still be read.
             with contextlib.suppress(ConnectionClosed):
                 await ws.send(text, text=True)
@@ -145,6 +148,9 @@ class CodingEnvClient(EnvClient[ToolCall, ToolResult, CodingState]):
     def _parse_result(self, payload: dict[str, Any]) -> StepResult[ToolResult]:
         done, reward = payload["done"], payload["reward"]
         result = ToolResult.model_validate({**payload["observation"], "done": done, "reward": reward})
+        if result.task is not None:
+            longer = result.task.max_step_seconds + _GRACE_S - MESSAGE_TIMEOUT_S
+            self._answer_s = self._message_timeout + max(0.0, longer)
         self._clean = done and not (result.error is not None and result.error.cause is Cause.INFRA)
         return StepResult(observation=result, reward=reward, done=done)
 

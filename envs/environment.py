@@ -14,13 +14,13 @@ import structlog
 
 from hintloop.envs._openenv import Environment, EnvironmentMetadata
 from hintloop.envs.errors import tool_error
-from hintloop.envs.grading.grade import grade
+from hintloop.envs.grading.grade import grade, max_seconds
 from hintloop.envs.grading.handin import hand_in
 from hintloop.envs.models import CodingState, TaskInfo, ToolCall, ToolResult, Trial
 from hintloop.envs.registry import get_task
 from hintloop.envs.sandbox.base import Sandbox, SandboxDead, SandboxProvider, Unsupported
 from hintloop.envs.task import Task
-from hintloop.envs.tools import ToolBox, failure, tool_prompt
+from hintloop.envs.tools import MAX_BASH_SECONDS, ToolBox, failure, tool_prompt
 from hintloop.envs.trials import Trials
 
 
@@ -119,6 +119,7 @@ class CodingEnvironment(Environment[ToolCall, ToolResult, CodingState]):
             tools=list(tools.specs.values()),
             tool_prompt=tool_prompt(task),
             max_turns=task.max_turns,
+            max_step_seconds=MAX_BASH_SECONDS + max_seconds(task),
         )
         return ToolResult(output=task.instruction, task=info)
 

@@ -21,8 +21,9 @@ class Trial(BaseModel):
 
     before: int
     """Number of the step, from 1, whose call had ``keep``: the state before that is meant."""
-    then: list[ToolCall] = Field(default_factory=list)
-    """Further calls, made one after the other in the same copy; the first error is the error of all."""
+    then: list[dict[str, Any]] = Field(default_factory=list)
+    """Further calls (``name``, ``arguments``, ``malformed``), made one after the other in the same copy; the first
+    error is the error of all."""
     tests: bool = False
     """Run the visible tests at the end; the share that passes is ``reward_parts["visible"]``, if there are any."""
 
@@ -53,6 +54,8 @@ class TaskInfo(BaseModel):
     tool_prompt: str
     """One line that names the tools with their parameters, for models too small for the full schemas."""
     max_turns: int
+    max_step_seconds: float = 0.0
+    """How long the server may take for one step: the last one grades."""
 
 
 class ToolResult(Observation):

@@ -5,7 +5,8 @@ from __future__ import annotations
 import hashlib
 import importlib.util
 from collections.abc import Callable, Sequence
-from importlib.metadata import entry_points
+from functools import partial
+from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from types import ModuleType
 
@@ -54,7 +55,7 @@ def taskset_names() -> list[str]:
 
     for point in entry_points(group=ENTRY_POINTS):
         if point.name not in _LOADERS:
-            register_taskset(point.name, lambda point=point: point.load()())
+            register_taskset(point.name, partial(_from_package, point))
     return sorted(_LOADERS)
 
 
@@ -128,6 +129,11 @@ class _Registered:
         if task_id not in self._tasks:
             raise KeyError(f"the set {self.name!r} has no such task")
         return self._tasks[task_id]
+
+
+def _from_package(point: EntryPoint) -> TaskSet:
+    made: TaskSet = point.load()()
+    return made
 
 
 def _from_folder(path: Path) -> str:

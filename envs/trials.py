@@ -104,7 +104,7 @@ class Trials:
             tools = self._open_tools(copy)
             result = tools.call(call)
             for further in trial.then:
-                latest = tools.call(further)
+                latest = tools.call(ToolCall.model_validate(further))
                 result = result if result.error is not None else latest
             parts = {}
             if trial.tests and has_visible_tests(self._task):

@@ -155,7 +155,8 @@ def _response_index(trees: list[Tree], rows: list[Row]) -> Tensor:
 
 def _index(entries: Iterable[tuple[int, Ints]]) -> Tensor:
     """``(N, 2)`` of row and column."""
-    rows, columns = [], [np.zeros(0, dtype=np.int64)]
+    rows: list[int] = []
+    columns: list[Ints] = [np.zeros(0, dtype=np.int64)]
     for row, found in entries:
         rows.append(row)
         columns.append(found)

@@ -133,6 +133,19 @@ def parse_call(reply: dict[str, Any]) -> ToolCall:
     return call
 
 
+def parse_text(reply: dict[str, Any]) -> str:
+    """The text of a chat completion as one line. ``ValueError`` when there is none."""
+    try:
+        content = reply["choices"][0]["message"]["content"]
+        content.encode()
+    except (KeyError, IndexError, TypeError, AttributeError, UnicodeError):
+        raise ValueError("the answer holds no text") from None
+    line = " ".join(content.split())
+    if not line:
+        raise ValueError("the answer holds no text")
+    return line
+
+
 def _text(call: ToolCall) -> str:
     """The call as strict JSON. ``ValueError`` when it has none: NaN, or half of a surrogate pair."""
     try:

@@ -32,6 +32,9 @@ class RolloutConfig(_Settings):
     """Tokens of one episode at most, prompt and tool results included."""
     hint_role: Literal["system", "user"] = "system"
     """Role of the hint message; the model's chat template must take it in mid-conversation."""
+    hint_writer: str | None = None
+    """Teacher that writes the hints of at most ``teachers.max_asks_per_episode`` errors per episode; where it has no
+    answer in time, and for None, the hint is the template's of that kind of error."""
     tries_per_episode: int = Field(default=3, ge=1)
     """Attempts at an episode that the infrastructure loses, before its group is dropped."""
     max_groups_lost: int = Field(default=8, ge=1)

@@ -27,9 +27,8 @@ from hintloop.agent.episode import Environment, EpisodeLost, EpisodeSpec, Played
 from hintloop.envs.client import EnvironmentLost
 from hintloop.replay.episode import Episode, Outcome
 from hintloop.rollout.pacing import Pacer
-from hintloop.rollout.pairs import PairMaker
 from hintloop.rollout.status import Board, append_line
-from hintloop.rollout.teaching import Asking
+from hintloop.rollout.teaching import Asking, Watch
 
 OpenEnvironment = Callable[[], AbstractAsyncContextManager[Environment]]
 """Opens one environment for one episode; waits while the server is full. Raises ``EnvironmentLost``."""
@@ -106,15 +105,15 @@ async def play_in(
     player: Player,
     spec: EpisodeSpec,
     sampling: Sampling,
-    maker: PairMaker | None = None,
+    watch: Watch | None = None,
 ) -> Played:
-    """Play one episode in an environment of its own, watched by ``maker``. Raises ``EpisodeLost``."""
+    """Play one episode in an environment of its own, watched by ``watch``. Raises ``EpisodeLost``."""
     try:
         async with open_environment() as env:
-            if maker is None:
+            if watch is None:
                 return await player.play(env, spec, sampling)
-            played = await player.play(env, spec, sampling, maker.on_turn, maker.keep)
-            await maker.verify_in(env)
+            played = await player.play(env, spec, sampling, watch.on_turn, watch.pairs.keep)
+            await watch.pairs.verify_in(env)
             return played
     except EnvironmentLost as error:
         raise EpisodeLost("environment", str(error)) from error
@@ -181,12 +180,13 @@ class Manager:
 
     async def _episode(self, group: _Group, number: int) -> Episode | None:
         """One member of a group; holds a slot while it has an environment, which unverified pairs do not need."""
-        makers: list[PairMaker] = []
+        watches: list[Watch] = []
 
         async def play(spec: EpisodeSpec) -> Played:
-            makers.extend([self._asking.maker(spec.episode_id)] if self._asking else [])
-            maker = makers[-1] if makers else None
-            return await play_in(self._open_counted, self._player, spec, self._sampling, maker)
+            if self._asking is not None:
+                watches.append(self._asking.watch(spec.episode_id, self._player.hint_role))
+            watch = watches[-1] if watches else None
+            return await play_in(self._open_counted, self._player, spec, self._sampling, watch)
 
         try:
             self._board.in_flight += 1
@@ -201,10 +201,10 @@ class Manager:
                 group.dead = True
                 return None
             self._board.episode_done(played.episode, played.notes)
-            return replace(played.episode, pairs=await makers[-1].pairs()) if makers else played.episode
+            return await watches[-1].finish(played.episode) if watches else played.episode
         finally:
-            for maker in makers:
-                await maker.cancel()
+            for watch in watches:
+                await watch.cancel()
 
     @contextlib.asynccontextmanager
     async def _open_counted(self) -> AsyncIterator[Environment]:

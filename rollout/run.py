@@ -251,7 +251,7 @@ class _Run:
                 version=first.version,
             )
             player = self._player(agent)
-            asking = await open_asking(self.teachers, self.run_dir, stack)
+            asking = await open_asking(self.teachers, config.hint_writer, self.run_dir, stack)
             self._show(agent, asking)
             last = first
             if first.version == 0:

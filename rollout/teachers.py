@@ -11,20 +11,21 @@ import json
 import random
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import httpx
 
 from hintloop.envs.models import ToolCall
 from hintloop.rollout.answer_cache import AnswerCache, cache_key
-from hintloop.rollout.chat_api import ChatApi, Failed, parse_call, usage
+from hintloop.rollout.chat_api import ChatApi, Failed, parse_call, parse_text, usage
 from hintloop.rollout.config import TeacherSpec
 from hintloop.rollout.ledger import Ledger, LedgerFailed, OverBudget, Reservation
 from hintloop.rollout.pace import Pace
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.2, 5.0
+T = TypeVar("T")
 PROMPT_MARGIN = 1024
 """Tokens that a teacher's own template may add to a prompt, over the bytes of the request."""
 
@@ -96,21 +97,39 @@ class Teacher:
             "max_tokens": self.spec.max_answer_tokens,
         }
         started, own = time.monotonic(), Bill(bill.episode if bill else "")
-        call, error, cached, over_budget = None, None, False, False
         try:
-            async with asyncio.timeout(self._timeout_s):
-                call, cached = await self._call(body, own)
-        except TimeoutError:
-            error = f"no answer within {self._timeout_s:g} s"
-        except OverBudget as problem:
-            error, over_budget = str(problem), True
-        except (Failed, ValueError, LedgerFailed) as problem:
-            error = str(problem)
+            found, error, over_budget = await self._safely(self._call(body, own))
         finally:
             if bill is not None:
                 bill.usd += own.usd
+        call, cached = found or (None, False)
         seconds = time.monotonic() - started
         return TeacherAnswer(self.spec.name, call, error, own.usd, seconds, cached, over_budget)
+
+    async def write(self, messages: Sequence[dict[str, Any]], bill: Bill) -> str | None:
+        """What the teacher writes in answer to ``messages``, as one line; None when it does not."""
+        body = {
+            "model": self.spec.model,
+            "messages": list(messages),
+            "max_tokens": self.spec.max_answer_tokens,
+        }
+
+        async def written() -> str:
+            return parse_text(await self._reply(body, bill))
+
+        return (await self._safely(written()))[0]
+
+    async def _safely(self, work: Coroutine[Any, Any, T]) -> tuple[T | None, str | None, bool]:
+        """What comes of ``work`` in time, or what went wrong, and whether it was for the budget."""
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                return await work, None, False
+        except TimeoutError:
+            return None, f"no answer within {self._timeout_s:g} s", False
+        except OverBudget as problem:
+            return None, str(problem), True
+        except (Failed, ValueError, LedgerFailed) as problem:
+            return None, str(problem), False
 
     async def _call(self, body: dict[str, Any], bill: Bill) -> tuple[ToolCall, bool]:
         """The call, and whether it comes from the cache. Who asks the same at the same time waits for the first."""

@@ -2,20 +2,51 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import httpx
 
+from hintloop.agent.episode import TurnEvent
+from hintloop.replay.episode import Episode
 from hintloop.rollout.answer_cache import AnswerCache
 from hintloop.rollout.asking import AskRule, PairCounts, Uncertainty
 from hintloop.rollout.config import TeachersConfig
+from hintloop.rollout.hint_writer import HintWriter, WriterCounts
 from hintloop.rollout.ledger import Ledger
 from hintloop.rollout.pairs import PairMaker
 from hintloop.rollout.teachers import Teacher
+
+
+@dataclass(frozen=True, slots=True)
+class Watch:
+    """What is asked about one episode while it is played."""
+
+    pairs: PairMaker
+    hints: HintWriter | None = None
+
+    def on_turn(self, event: TurnEvent) -> None:
+        """Ask about this turn, or not; returns at once."""
+        self.pairs.on_turn(event)
+        if self.hints is not None:
+            self.hints.on_turn(event)
+
+    async def finish(self, episode: Episode) -> Episode:
+        """The episode with all that was answered in time."""
+        if self.hints is None:
+            return replace(episode, pairs=await self.pairs.pairs())
+        pairs, sites = await asyncio.gather(self.pairs.pairs(), self.hints.rewrite(episode.hint_sites))
+        return replace(episode, pairs=pairs, hint_sites=sites)
+
+    async def cancel(self) -> None:
+        """Stop asking."""
+        await self.pairs.cancel()
+        if self.hints is not None:
+            await self.hints.cancel()
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,26 +57,52 @@ class Asking:
     rule: AskRule
     counts: PairCounts = field(default_factory=PairCounts)
     uncertainty: Uncertainty = field(default_factory=Uncertainty)
+    writer: Teacher | None = None
+    """Who writes hints."""
+    written: WriterCounts = field(default_factory=WriterCounts)
     ledger: Ledger | None = None
     cache: AnswerCache | None = None
 
-    def maker(self, episode_id: str) -> PairMaker:
+    def watch(self, episode_id: str, hint_role: str) -> Watch:
         """Who asks about the turns of one episode."""
-        return PairMaker(episode_id, self.teachers, self.rule, self.counts, self.uncertainty)
+        pairs = PairMaker(episode_id, self.teachers, self.rule, self.counts, self.uncertainty)
+        if self.writer is None:
+            return Watch(pairs)
+        writer = HintWriter(
+            episode_id,
+            self.writer,
+            self.written,
+            role=hint_role,
+            max_asks=self.rule.max_asks,
+            deadline_s=self.rule.deadline_s,
+        )
+        return Watch(pairs, writer)
 
     def snapshot(self) -> dict[str, Any]:
         """What was asked, what it brought and what it cost, as JSON data."""
-        parts = {"ledger": self.ledger, "cache": self.cache}
-        return self.counts.snapshot() | {
-            name: part.snapshot() for name, part in parts.items() if part is not None
-        }
+        told = self.counts.snapshot()
+        if self.writer is not None:
+            told["hint_writer"] = asdict(self.written)
+        if self.ledger is not None:
+            told["ledger"] = self.ledger.snapshot()
+        if self.cache is not None:
+            told["cache"] = self.cache.snapshot()
+        return told
 
 
-async def open_asking(settings: TeachersConfig, run_dir: Path, stack: AsyncExitStack) -> Asking | None:
+async def open_asking(
+    settings: TeachersConfig, hint_writer: str | None, run_dir: Path, stack: AsyncExitStack
+) -> Asking | None:
     """The teachers of a run, open as long as ``stack``; None when nobody is to be asked.
 
-    Raises ``ValueError`` for a missing key, ``LedgerFailed`` for a ledger that cannot be written.
+    Raises ``ValueError`` for a missing key or a hint writer that is no teacher, ``LedgerFailed`` for a ledger that
+    cannot be written.
     """
+    names = [spec.name for spec in settings.teachers]
+    if hint_writer is not None and hint_writer not in names:
+        raise ValueError(
+            f"rollout.hint_writer is {hint_writer!r}; the teachers are {', '.join(names) or 'none'}"
+        )
     if not settings.teachers or not settings.max_asks_per_episode:
         return None
     client = await stack.enter_async_context(httpx.AsyncClient())
@@ -81,4 +138,5 @@ async def open_asking(settings: TeachersConfig, run_dir: Path, stack: AsyncExitS
         verify=settings.verify,
     )
     uncertainty = Uncertainty(quantile=settings.uncertain_quantile, nats=settings.uncertain_nats)
-    return Asking(teachers, rule, uncertainty=uncertainty, ledger=ledger, cache=cache)
+    writer = teachers[names.index(hint_writer)] if hint_writer is not None else None
+    return Asking(teachers, rule, uncertainty=uncertainty, writer=writer, ledger=ledger, cache=cache)

@@ -43,5 +43,6 @@ async def objection(
 
 
 async def _try(env: Environment, event: TurnEvent, calls: Sequence[ToolCall], *, tests: bool) -> ToolResult:
-    trial = Trial(before=event.step, then=list(calls[1:]), tests=tests)
+    then = [call.model_dump(include={"name", "arguments", "malformed"}) for call in calls[1:]]
+    trial = Trial(before=event.step, then=then, tests=tests)
     return (await env.step(calls[0].model_copy(update={"trial": trial}))).observation

@@ -49,7 +49,7 @@ def test_wheel_holds_exactly_the_modules_of_the_tree(sources: list[str], wheel_n
 
 
 def test_wheel_holds_the_data_files_of_the_tree(sources: list[str], wheel_names: list[str]) -> None:
-    kinds = ("py.typed", ".toml", ".yaml", ".json", ".safetensors", ".jinja", ".html", ".css")
+    kinds = ("py.typed", ".toml", ".yaml", ".json", ".safetensors", ".jinja", ".html", ".css", ".js", ".svg")
     expected = {f"hintloop/{name}" for name in _ours(sources) if name.endswith(kinds) or SKELETONS in name}
     assert expected
     assert expected <= set(wheel_names)

@@ -18,7 +18,7 @@ from hintloop.agent.student.traces import TrustedWorkspace, call_text, first_mes
 from hintloop.envs.models import ToolCall
 from hintloop.envs.task import Task
 from hintloop.envs.tasksets.bugfix.expert import next_fix
-from hintloop.envs.tasksets.bugfix.taskset import PATH
+from hintloop.envs.tasksets.bugfix.taskset import PATH, reference
 from hintloop.envs.tools import ToolBox
 
 MAX_NEW_TOKENS = 64
@@ -67,7 +67,7 @@ class _Play:
         call = self.conversation.parse(said)[0]
         if said[-1] != stop or call.name in _RUNS_CODE:
             return None
-        right = next_fix(self._workspace.text, self._task.solution[PATH]) if self._has_read else READ
+        right = next_fix(self._workspace.text, reference(self._task)) if self._has_read else READ
         turn = self.conversation.num_turns - 1
         result = self._box.call(call)
         hint = hints.dispatch(result.error) if result.error else None

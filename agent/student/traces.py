@@ -21,7 +21,7 @@ from hintloop.envs.task import Task
 from hintloop.envs.tasksets.bugfix.expert import edit_call, fixes, next_fix
 from hintloop.envs.tasksets.bugfix.functions import run
 from hintloop.envs.tasksets.bugfix.mutations import mutations, random_spelling, unique_fragment
-from hintloop.envs.tasksets.bugfix.taskset import PATH, Bugfix
+from hintloop.envs.tasksets.bugfix.taskset import PATH, Bugfix, reference
 from hintloop.envs.tools import TOOL_PROMPT, ToolBox
 
 _WRONG_NAMES = {
@@ -162,7 +162,7 @@ class TraceMaker:
         tools = ToolBox(task, workspace)
         turns = [_turn(tools, ToolCall(name="read_file", arguments={"path": PATH}))]
         guided = self._rng.random() < self._habits.guided
-        while left := fixes(workspace.text, task.solution[PATH]):
+        while left := fixes(workspace.text, reference(task)):
             fix = self._rng.choice(left) if guided else left[0]
             lines = workspace.text.count("\n") + 1
             hint = _where_hint(ToolBox(task, workspace), fix, lines) if guided else None
@@ -240,13 +240,13 @@ class _Expert:
             return ToolCall(name="run_tests")
         if phase == "submit":
             return ToolCall(name="submit")
-        return self._plausible_wrong_fix() or next_fix(self._workspace.text, self._task.solution[PATH])
+        return self._plausible_wrong_fix() or next_fix(self._workspace.text, reference(self._task))
 
     def _plausible_wrong_fix(self) -> ToolCall | None:
         if not self._wrong_fix:
             return None
         lines = self._workspace.text.split("\n")
-        wanted = self._task.solution[PATH].split("\n")
+        wanted = reference(self._task).split("\n")
         choices = [m for m in mutations(lines) if m.apply(lines) != wanted]
         if not choices:
             return None

@@ -157,7 +157,7 @@ def _message(episode: Episode, at: int) -> Message:
 
 def _action(turn: Turn) -> Action:
     if turn.tool_name is None:
-        return Action(None, clip(_TAGS.sub("", turn.text).strip()))
+        return Action(None, _without_tags(turn.text))
     call = _call(turn.tool_name, turn.tool_arguments)
     if turn.role != "assistant":
         return Action(call if turn.tool_arguments else None, clip(turn.text))
@@ -175,21 +175,14 @@ def _call(tool: str, arguments: str | None) -> Call:
 
 def _choice(turn: Turn, pair: PreferencePair) -> Choice:
     tool, _, arguments = pair.chosen_text.partition(" ")
-    chosen = Action(_call(tool, arguments), "") if as_arguments(arguments) is not None else None
-    chosen = chosen or Action(None, clip(_TAGS.sub("", pair.chosen_text).strip()))
+    call = _call(tool, arguments) if arguments and as_arguments(arguments) is not None else None
+    chosen = Action(call, "" if call else _without_tags(pair.chosen_text))
     rejected = _action(turn)
-    if chosen.call is None or rejected.call is None:
-        rejected = (
-            rejected if rejected.call else Action(None, clip(_TAGS.sub("", pair.rejected_text).strip()))
-        )
-    else:
-        chosen, rejected = (
-            Action(_marked(mine, other), action.text)
-            for action, mine, other in (
-                (chosen, chosen.call, rejected.call),
-                (rejected, rejected.call, chosen.call),
-            )
-        )
+    if rejected.call is None:
+        rejected = Action(None, _without_tags(pair.rejected_text))
+    elif call is not None:
+        chosen = Action(_marked(call, rejected.call), "")
+        rejected = Action(_marked(rejected.call, call), rejected.text)
     cost = f", {dollars(pair.cost_usd)}" if pair.cost_usd else ""
     return Choice(
         chosen=chosen,
@@ -198,6 +191,10 @@ def _choice(turn: Turn, pair: PreferencePair) -> Choice:
         facts=f"{pair.agreed} of {pair.asked} asked gave this action{cost}",
         verified=pair.verified,
     )
+
+
+def _without_tags(text: str) -> str:
+    return clip(_TAGS.sub("", text).strip())
 
 
 def _marked(call: Call, other: Call) -> Call:

@@ -100,17 +100,6 @@ class Track:
         self._follower = Follower(path)
         self._clear()
 
-    def refresh(self) -> None:
-        """Take up the new lines."""
-        before = self.lines
-        for line in self._follower.read():
-            if line is None:
-                self._clear()
-            else:
-                self._add(line)
-        if self.lines != before or not self.lines:
-            self.sums = _merged(self.buckets)
-
     def _clear(self) -> None:
         self.lines = 0
         self.sums: Sums = {}
@@ -119,6 +108,18 @@ class Track:
         self.recent: deque[dict[str, float]] = deque(maxlen=RECENT)
         self._names: set[str] = set()
         self._size, self._left = 1, 0
+
+    def refresh(self) -> None:
+        """Take up the new lines."""
+        changed = False
+        for line in self._follower.read():
+            changed = True
+            if line is None:
+                self._clear()
+            else:
+                self._add(line)
+        if changed:
+            self.sums = _merged(self.buckets)
 
     def _add(self, line: Mapping[str, Any]) -> None:
         if not self._left:

@@ -29,6 +29,8 @@ RECORD_SECONDS = 30.0
 """For the check with the reference, which runs once per task and is known to end."""
 MAX_ROUNDS = 4
 """How often new calls may come from earlier answers, as in ``f(f(x))``."""
+MAX_SECONDS = RECORD_SECONDS + 2 * MAX_ROUNDS * GRADE_SECONDS
+"""For one grading in all."""
 MAX_ANSWERS = 4 * 1024 * 1024
 """Characters of all answers of one attempt."""
 _HARNESS = "hintloop_harness.py"

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from hintloop.envs.grading import assertions, functions, repository
 from hintloop.envs.grading.result import Grade, VisibleResult
 from hintloop.envs.sandbox.base import SandboxProvider
-from hintloop.envs.task import AssertTests, FunctionTests, RepositoryTests, Task
+from hintloop.envs.task import AssertTests, FunctionTests, RepositoryTests, Script, Task
 
 if TYPE_CHECKING:
     from hintloop.envs.tools import Workspace
@@ -16,7 +16,19 @@ if TYPE_CHECKING:
 
 def has_visible_tests(task: Task) -> bool:
     """Whether the agent may run tests."""
-    return not isinstance(task.tests, RepositoryTests) or task.tests.visible is not None
+    return isinstance(task.tests, FunctionTests) or bool(task.tests.visible)
+
+
+def max_seconds(task: Task) -> float:
+    """How long a grading may take, all its runs of tests and solution together."""
+    match task.tests:
+        case RepositoryTests(script=script):
+            solution = task.solution.timeout if isinstance(task.solution, Script) else 0.0
+            return repository.MAX_RUNS * script.timeout + solution
+        case AssertTests():
+            return assertions.MAX_SECONDS
+        case FunctionTests():
+            return functions.GRADE_SECONDS
 
 
 def grade(provider: SandboxProvider, task: Task, files: Mapping[str, str | None]) -> Grade:

@@ -30,6 +30,8 @@ if TYPE_CHECKING:
     from hintloop.envs.tools import Workspace
 
 VISIBLE_SECONDS = 60.0
+MAX_RUNS = 4
+"""Of the script: for the hand-in with the real and the altered tests, and once for the reference solution with each."""
 REWARD_FILES = ("/logs/verifier/reward.json", "/logs/verifier/reward.txt")
 """The first that exists counts."""
 _CLEAN_UP_SECONDS = 30.0

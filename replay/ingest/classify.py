@@ -8,9 +8,10 @@ model only where the text or the exit code says so; one that nobody can be blame
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
 
-from hintloop.replay.ingest.trace import ToolCall, ToolResult
+from hintloop.replay.ingest.trace import Failure, ToolCall, ToolResult
+
+__all__ = ["CAUSES", "INFRA", "MODEL", "USER", "Failure", "classify", "said_so"]
 
 MODEL, INFRA, USER = "model", "infra", "user"
 
@@ -47,6 +48,14 @@ _SHELLS = frozenset(
         "run_shell_command",
         "terminal",
         "execute_bash",
+        "execute_ipython_cell",
+        "execute_command",
+        "run",
+        "run_ipython",
+        "run_command",
+        "run_terminal_cmd",
+        "shell_command",
+        "python",
     ]
 )
 _TELLS = re.compile(
@@ -55,15 +64,6 @@ _TELLS = re.compile(
 )
 """How the result of a failed call begins where there is no flag; a file that holds such a text begins otherwise."""
 _TAGS = re.compile(r"</?tool_use_error>")
-
-
-@dataclass(frozen=True, slots=True)
-class Failure:
-    """One failed call."""
-
-    kind: str
-    cause: str
-    message: str
 
 
 def _rule(kind: str, pattern: str) -> tuple[str, str, re.Pattern[str]]:
@@ -77,13 +77,18 @@ _REFUSED = re.compile(
     r"|hook .{0,80}(?:blocked|denied)|has been denied|permission to use .{0,80} denied|approval (?:denied|required)",
 )
 _SAYS_SO = (
-    _rule("tool_not_found", r"no such tool available|^unsupported (?:custom tool )?call: |^unknown tool\b"),
+    _rule("tool_not_found", r"no such tool available|^unsupported (?:custom tool )?call: |unknown tool\b"
+          r"|tool ['\"][^'\"\n]{1,80}['\"] not found"),
     _rule("json_decode", r"not valid json|json ?(?:decode|parse) ?error|could not be parsed as json"),
     _rule("type_error", r"inputvalidationerror|failed to parse (?:function )?arguments|required parameter"
-          r"|mcp error -32602|invalid arguments|agent type '.*' not found|unknown skill"),
+          r"|mcp error -32602|invalid arguments|agent type '.*' not found|unknown skill"
+          r"|invalid `\w{1,40}` parameter|error validating (?:args|tool)|missing required|missing '\w{1,40}' argument"
+          r"|cannot execute multiple commands at once|params must have required property"),
     _rule("edit_no_match", r"has not been read yet|modified since read|string to replace not found"
           r"|matches of the string to replace|old_string and new_string are exactly the same"
-          r"|apply_patch verification failed|failed to find (?:expected lines|context)|invalid (?:patch|context)\b"),
+          r"|apply_patch verification failed|failed to find (?:expected lines|context)|invalid (?:patch|context)\b"
+          r"|no replacement was performed|did not appear verbatim|could not find the string to replace"
+          r"|\b0 occurrences found for old_string"),
     _rule("output_capped", r"exceeds maximum allowed (?:tokens|size)|maxfilereadtokenexceeded|file content .* exceeds"),
 )  # fmt: skip
 """Texts of the tools themselves, at the beginning of a result that is known to be a failure."""
@@ -118,6 +123,8 @@ def classify(call: ToolCall) -> Failure | None:
     result = call.result
     if result is None:
         return None
+    if result.failure is not None:
+        return result.failure
     told = _TELLS.match(result.text) is not None
     if not (told or result.refused or result.is_error or result.exit_code not in (None, 0)):
         return None
@@ -127,10 +134,15 @@ def classify(call: ToolCall) -> Failure | None:
     return Failure(kind, cause, text[:MESSAGE_CHARS])
 
 
+def said_so(text: str) -> tuple[str, str] | None:
+    """Kind and cause that the text of a failure names at its beginning; None when it names none."""
+    return _first(_SAYS_SO, text[:200].lower())
+
+
 def _verdict(call: ToolCall, result: ToolResult, text: str, told: bool) -> tuple[str, str]:
     if result.refused or _REFUSED.search(text[:1000]):
         return "permission_denied", USER
-    if (said := _first(_SAYS_SO, text[:200])) is not None:
+    if (said := said_so(text)) is not None:
         return said
     found = _first(_IN_OUTPUT, text)
     by_code = _BY_EXIT_CODE.get(result.exit_code or 0)

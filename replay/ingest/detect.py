@@ -67,6 +67,11 @@ def read_head(stream: BinaryIO) -> Head:
     """The beginning of a seekable file."""
     stream.seek(0)
     data = stream.read(HEAD_BYTES)
+    found = whole(stream)
+    if found is not None:
+        document, _ = found
+        one_line = isinstance(document, dict) and b"\n" not in data.strip()
+        return Head(data, (document,) if one_line else (), document)
     found = islice(read_records(stream, Report()), HEAD_RECORDS)
     # A document that is one JSON value over many lines has no record in its first lines; do not read on.
     looks_like_lines = data.lstrip(b"\xef\xbb\xbf\0 \t\r\n").startswith(b"{")

@@ -2,8 +2,8 @@
 
 Tokens come later, once, from the tokenizer of the model that learns. Until then ``token_ids`` is empty,
 ``tokenizer_fingerprint`` is the empty string, and all positions are 0. A tool turn repeats name and arguments of
-the call that it answers, so the calls of an assistant turn are the tool turns behind it. Nobody graded a
-recording: the outcome is ``ungraded``, the reward None.
+the call that it answers, so the calls of an assistant turn are the tool turns behind it. A recording that nobody
+graded has the outcome ``ungraded`` and the reward None.
 
 The same error may be in several traces: a resumed session copies its history, a branch shares its beginning, a
 file that grew is read again. It is a hint site once: whoever has seen the same conversation up to the same error
@@ -16,9 +16,9 @@ from collections.abc import Iterable
 from hashlib import blake2b
 
 from hintloop.replay.episode import Episode, HintSite, Outcome, Turn
-from hintloop.replay.ingest.classify import MODEL, Failure, classify
+from hintloop.replay.ingest.classify import MODEL, classify
 from hintloop.replay.ingest.report import Report
-from hintloop.replay.ingest.trace import Message, ToolCall, Trace
+from hintloop.replay.ingest.trace import Failure, Grade, Message, ToolCall, Trace
 
 ENV = "recorded"
 NO_RESULT = "no result was recorded"
@@ -47,6 +47,7 @@ def to_episode(trace: Trace, seen: set[bytes], report: Report) -> Episode:
         sites.append(_site(turn, kind))
     episode_id = f"{trace.source}/{trace.session or 'unnamed'}/{trace.branch}/{digests[-1].hex()[:12]}"
     report.sites += len(sites)
+    grade = trace.grade or Grade(Outcome.UNGRADED, None)
     return Episode(
         episode_id=episode_id,
         group_id=episode_id,
@@ -61,8 +62,9 @@ def to_episode(trace: Trace, seen: set[bytes], report: Report) -> Episode:
         logprobs=(),
         policy_versions=(),
         turns=tuple(turns),
-        outcome=Outcome.UNGRADED,
-        reward=None,
+        outcome=grade.outcome,
+        reward=grade.reward,
+        reward_parts=dict(grade.parts),
         hint_sites=tuple(sites),
     )
 
@@ -79,7 +81,8 @@ def known_sites(episodes: Iterable[Episode]) -> set[bytes]:
 
 def _failure(message: Message) -> Failure | None:
     """What went wrong in a turn: the first failure that the model caused, else the first of all."""
-    found = [failure for call in message.calls if (failure := classify(call))]
+    found = [message.failure] if message.failure else []
+    found += [failure for call in message.calls if (failure := classify(call))]
     return next((failure for failure in found if failure.cause == MODEL), found[0] if found else None)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from hintloop.replay.ingest.lines import Record
 
@@ -15,3 +16,5 @@ class Head:
     """The first bytes as they are."""
     records: tuple[Record, ...]
     """The first JSON objects that are one line each; none in a file that is not made of such lines."""
+    document: Any = None
+    """What the file is when all of it is one JSON object or array; None for lines, and for a document too long."""

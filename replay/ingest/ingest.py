@@ -14,6 +14,7 @@ from typing import BinaryIO
 
 from hintloop.replay.episode import Episode
 from hintloop.replay.ingest.detect import FORMATS, detect
+from hintloop.replay.ingest.event_log import gathered, joined_events
 from hintloop.replay.ingest.episodes import known_sites, to_episode
 from hintloop.replay.ingest.redact import redact_trace
 from hintloop.replay.ingest.report import Refused, Report
@@ -32,7 +33,7 @@ Progress = Callable[[int], None]
 def find_files(paths: Iterable[Path]) -> list[Path]:
     """The files themselves, and all regular files in the folders, sorted; links are not followed.
 
-    ``FileNotFoundError`` for a path that does not exist.
+    One file stands for a folder of events. ``FileNotFoundError`` for a path that does not exist.
     """
     found: dict[Path, None] = {}
     for path in paths:
@@ -40,7 +41,7 @@ def find_files(paths: Iterable[Path]) -> list[Path]:
             raise FileNotFoundError(2, "no such file or folder", str(path))
         inside = path.rglob("*") if path.is_dir() else [path]
         found.update({each: None for each in sorted(inside) if each.is_file() and not each.is_symlink()})
-    return list(found)
+    return gathered(found)
 
 
 def ingest(
@@ -132,4 +133,8 @@ class _Watched(io.FileIO):
 
 
 def _open(file: Path, progress: Progress) -> BinaryIO:
+    log = joined_events(file)
+    if log is not None:
+        progress(os.fstat(log.fileno()).st_size)
+        return log
     return io.BufferedReader(_Watched(file, progress), BUFFER_BYTES)

@@ -63,7 +63,7 @@ def read_records(stream: BinaryIO, report: Report) -> Iterator[Located]:
 def reread(stream: BinaryIO, start: int, size: int) -> Record:
     """A record that ``read_records`` found before in the same file; ``Refused`` when it is gone."""
     stream.seek(start)
-    record, _ = _parse(stream.read(size))
+    record, _ = parse(stream.read(size))
     if not isinstance(record, dict):
         raise Refused(f"the file changed while it was read: there is no record at byte {start}")
     return record
@@ -82,6 +82,23 @@ def loads(text: str | bytes) -> Any:
         raise ValueError("JSON is nested too deep") from error
 
 
+def parse(data: bytes) -> tuple[Any, str]:
+    """A JSON value and what had to be mended: empty, ``nul_bytes``, ``not_utf8``, ``odd_json`` or ``broken``."""
+    mended = ""
+    if b"\0" in data:
+        data, mended = data.replace(b"\0", b""), "nul_bytes"
+    try:
+        return loads(data), mended
+    except ValueError:
+        pass
+    text = data.decode("utf-8", "replace")
+    mended = mended or ("not_utf8" if "\ufffd" in text and "\ufffd".encode() not in data else "odd_json")
+    try:
+        return _without_surrogates(json.loads(text)), mended
+    except (ValueError, RecursionError):
+        return None, "broken"
+
+
 def _skip_line(stream: BinaryIO) -> int:
     """Read to the end of the line; the bytes passed over."""
     passed = 0
@@ -96,7 +113,7 @@ def _line_records(line: bytes, start: int, report: Report) -> Iterator[Located]:
     try:
         found, mended = loads(line), ""
     except ValueError:
-        found, mended = _parse(line)
+        found, mended = parse(line)
     if mended != "broken":
         report.read += 1
         if mended:
@@ -118,23 +135,6 @@ def _line_records(line: bytes, start: int, report: Report) -> Iterator[Located]:
         report.note("spliced_line")
 
 
-def _parse(data: bytes) -> tuple[Any, str]:
-    """The value and what had to be mended: empty, ``nul_bytes``, ``not_utf8``, ``odd_json`` or ``broken``."""
-    mended = ""
-    if b"\0" in data:
-        data, mended = data.replace(b"\0", b""), "nul_bytes"
-    try:
-        return loads(data), mended
-    except ValueError:
-        pass
-    text = data.decode("utf-8", "replace")
-    mended = mended or ("not_utf8" if "\ufffd" in text and "\ufffd".encode() not in data else "odd_json")
-    try:
-        return _without_surrogates(json.loads(text)), mended
-    except (ValueError, RecursionError):
-        return None, "broken"
-
-
 def _taken_apart(line: bytes) -> list[Located]:
     """The whole records in a line that has more than one, or pieces of one."""
     if len(line) > _MAX_SPLICED_BYTES:
@@ -146,7 +146,7 @@ def _taken_apart(line: bytes) -> list[Located]:
         if start < free:
             continue
         for end in [len(line), *(other for other in reversed(starts) if other > start)]:
-            record, mended = _parse(line[start:end])
+            record, mended = parse(line[start:end])
             if mended != "broken" and isinstance(record, dict):
                 found.append(Located(record, start, end - start))
                 free = end

@@ -5,7 +5,28 @@ Nothing here is guessed: what a recording does not say is None or empty.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+
+from hintloop.replay.episode import Outcome
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """What went wrong: kind and cause carry the names of the live tool errors."""
+
+    kind: str
+    cause: str
+    message: str
+
+
+@dataclass(frozen=True, slots=True)
+class Grade:
+    """How a run ended, where the recording says so."""
+
+    outcome: Outcome
+    reward: float | None
+    """None exactly when the outcome is ``infra_error``."""
+    parts: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,6 +41,8 @@ class ToolResult:
     """Wall time, where it was recorded."""
     refused: bool = False
     """A person, a hook or a policy did not let the call run, or stopped it."""
+    failure: Failure | None = None
+    """The recording's own verdict, which then stands; None where it is to be told from the rest."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +71,7 @@ class Message:
     """One message; the results of an assistant message's calls belong to it, in whatever order they came."""
 
     role: str
-    """``system``, ``user`` or ``assistant``."""
+    """``system``, ``user`` or ``assistant``; ``tool`` for a result whose call could not be read."""
     text: str
     calls: tuple[ToolCall, ...] = ()
     """Of an assistant message; parallel calls are one message."""
@@ -59,6 +82,8 @@ class Message:
     usage: Usage | None = None
     copied: bool = False
     """Context only: it was part of an earlier trace, so an error in it is counted there."""
+    failure: Failure | None = None
+    """What was wrong with the message itself, such as a call in it that could not be read."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +99,8 @@ class Trace:
     messages: tuple[Message, ...]
     versions: tuple[str, ...] = ()
     """Versions of the recording tool, in the order of their appearance."""
+    grade: Grade | None = None
+    """None where nobody graded the run."""
 
     @property
     def model(self) -> str:

@@ -22,6 +22,8 @@ LOST_LOGPROB = -9998.0
 """vLLM reports -9999 for a log-probability that it does not know."""
 MAX_EVENT_BYTES = 64 << 20
 MAX_ERROR_CHARS = 300
+REMEMBERED = 16
+"""Versions of one server that answers in flight may still be of."""
 
 
 class BadAnswer(Exception):
@@ -52,7 +54,7 @@ class Standing:
     """Number of the period in which the weights cannot have changed without our doing."""
     confirmed_at: float = -math.inf
     """Start of the last look that found the version in place; monotonic seconds."""
-    _verified: deque[int] = field(default_factory=lambda: deque(maxlen=16))
+    _verified: deque[int] = field(default_factory=lambda: deque(maxlen=REMEMBERED))
     _failed: dict[int, int] = field(default_factory=dict)
     _settled: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -71,7 +73,9 @@ class Standing:
     def refuse(self, version: int) -> None:
         """What is called ``version`` there is something else; nothing of it counts."""
         self.version = None
-        self._failed = {version: self.epoch}
+        self._failed[version] = self.epoch
+        while len(self._failed) > REMEMBERED:
+            self._failed.pop(next(iter(self._failed)))
         self._settled.set()
 
     def lose(self) -> None:

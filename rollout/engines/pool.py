@@ -154,11 +154,14 @@ class Pool:
     async def close(self) -> None:
         """Refuse everything from now on; the servers themselves go on."""
         self._closed = True
+        self._move()
         tasks = [member.task for member in self._members.values() if member.task]
         tasks += [self._following] if self._following else []
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        for member in self._members.values():
+            member.server.standing.lose()  # lets go whoever waits for a check
         await self._client.aclose()
 
     # Who belongs to it
@@ -183,9 +186,12 @@ class Pool:
             member.wake.set()
             self._move()
 
-    def _start(self) -> None:
+    def _check_open(self) -> None:
         if self._closed:
             raise EngineError("the engine pool is closed")
+
+    def _start(self) -> None:
+        self._check_open()
         if self._following is None:
             self._set_urls(self._urls)
             self._following = asyncio.create_task(self._follow_roster())
@@ -229,6 +235,7 @@ class Pool:
     async def _pick(self, session: str) -> _Member:
         """The server for a request; waits for one."""
         while not (ready := [member for member in self._members.values() if member.ready]):
+            self._check_open()
             await self._change()
         least = min(ready, key=lambda member: member.in_flight)
         home = self._homes.get(session)
@@ -255,6 +262,8 @@ class Pool:
             except (ServerError, WeightsRefused) as error:
                 member.refusals += isinstance(error, WeightsRefused)
                 self._drop(member, str(error))
+            except Exception as error:  # noqa: BLE001 - one odd server must not stop its own loop; recorded here
+                self._drop(member, f"{member.server.url}: {error!r}")
             self._move()
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(self._patience.poll if member.ready else 0):

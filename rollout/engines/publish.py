@@ -59,9 +59,10 @@ async def _fetch(server: VllmServer, version: int, uri: str, patience: Patience)
     deadline, pause = time.monotonic() + patience.fetch, FIRST_LOOK_S
     statuses = await server.call("hintloop_fetch", uri=uri, version=version)
     while not all(status["state"] == "ready" and status["version"] == version for status in statuses):
-        failed = [status["error"] for status in statuses if status["state"] not in ("fetching", "ready")]
-        if failed:
-            raise FetchFailed(f"{server.url}: fetching version {version}: {failed[0] or 'it was forgotten'}")
+        for status in statuses:
+            if status["version"] != version or status["state"] not in ("fetching", "ready"):
+                why = status["error"] or "it was forgotten"
+                raise FetchFailed(f"{server.url}: fetching version {version}: {why}")
         if time.monotonic() > deadline:
             raise FetchFailed(f"{server.url}: version {version} was not fetched in {patience.fetch:g} s")
         await asyncio.sleep(pause)

@@ -47,8 +47,10 @@ class Patience:
 
     turn: float = 300.0
     """One turn with all its retries, and the wait for a server that is free to take it."""
+    first: float = 150.0
+    """The first piece of an answer, the wait in the server's queue included."""
     stall: float = 60.0
-    """Between two pieces of an answer, a pause for new weights included."""
+    """Between two pieces, a pause for new weights included."""
     connect: float = 5.0
     control: float = 30.0
     """A short call: pause, resume, the name of the weights."""
@@ -79,6 +81,7 @@ class VllmServer:
         self.max_length = 0
         """Tokens of prompt and answer together; known after ``connect``."""
         self._client = client
+        self._generate = httpx.URL(self.url + GENERATE)
         self._stop_ids = list(stop_ids)
         self._patience = patience
 
@@ -92,7 +95,7 @@ class VllmServer:
         try:
             await self._read(body, stream)
         except TimeoutError:
-            problem, gone = f"nothing came for {self._patience.stall:g} s", True
+            problem, gone = "nothing came for too long", True
         except httpx.HTTPError as error:
             problem, gone = f"{type(error).__name__}: {error}", True
         except BadAnswer as error:
@@ -127,8 +130,8 @@ class VllmServer:
     async def _read(self, body: dict[str, Any], stream: Stream) -> None:
         stall, loop = self._patience.stall, asyncio.get_running_loop()
         async with (
-            asyncio.timeout(stall) as clock,
-            self._client.stream("POST", self.url + GENERATE, json=body, headers=_STREAM_HEADERS) as response,
+            asyncio.timeout(self._patience.first) as clock,
+            self._client.stream("POST", self._generate, json=body, headers=_STREAM_HEADERS) as response,
         ):
             if response.status_code != 200:
                 await response.aread()

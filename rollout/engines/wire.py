@@ -52,14 +52,18 @@ class LeanTransport(httpx.AsyncBaseTransport):
         for connections in self._idle.values():
             while connections:
                 connections.pop().abort()
+        await asyncio.sleep(0)  # they are closed in the loop's next round
 
     def give_back(self, connection: _Connection) -> None:
         """Keep a connection whose answer was read to its end."""
         connection.idle_since = time.monotonic()
         if self._closed:
             connection.abort()
-        else:
-            self._idle.setdefault(connection.place, []).append(connection)
+            return
+        idle = self._idle.setdefault(connection.place, [])
+        while idle and not idle[0].fresh():
+            idle.pop(0).abort()
+        idle.append(connection)
 
     async def _connection(self, url: httpx.URL) -> _Connection:
         place = (url.host, url.port or (443 if url.scheme == "https" else 80))

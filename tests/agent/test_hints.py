@@ -6,7 +6,7 @@ from hintloop.agent import hints
 from hintloop.envs.errors import KINDS, Cause, tool_error
 from hintloop.envs.models import ToolCall
 from hintloop.envs.registry import get_task, load_taskset
-from hintloop.envs.tools import ToolBox
+from hintloop.envs.tools import TOOLS, ToolBox
 
 
 class Files(dict):
@@ -92,3 +92,103 @@ def test_a_registered_template_replaces_the_default():
         assert hints.dispatch(tool_error("timeout", "x", command="sleep 9")) == "Hint: mind sleep 9"
     finally:
         hints.register("timeout", default)
+
+
+ALL_TOOLS = "tools are read_file, edit_file, run_tests, submit, write_file, bash"
+READ = {"path": "main.py", "files": ["a.py", "b.py"]}
+LEARNED = [
+    ("tool_not_found", {"name": "edit", "tools": list(TOOLS), "nearest": "edit_file"},
+     f"there is no edit; use edit_file; {ALL_TOOLS}"),
+    ("tool_not_found", {"name": "go", "tools": list(TOOLS), "nearest": None}, f"there is no go; {ALL_TOOLS}"),
+    ("tool_not_found", {"name": "go"}, f"there is no go; {ALL_TOOLS}"),
+    ("json_decode", {"text": "{"}, "write one tool call as valid JSON"),
+    ("type_error", {"name": "edit_file", "required": ["path", "old", "new"]}, "edit_file needs path, old, new"),
+    ("type_error", {"name": "submit", "required": []}, "submit needs no arguments"),
+    ("command_not_found", {"command": "foo"}, "that command is not installed here"),
+    ("file_not_found", READ, "there is no main.py; files are a.py, b.py"),
+    ("file_not_found", {"command": "cat x"}, "files are none yet"),
+    ("permission_denied", {"path": "/etc"}, "use a path inside of the working directory"),
+    ("syntax_error", {"command": "x"}, "the code that ran has a syntax error, look at the line that it names"),
+    ("edit_no_match", {"num_lines": 3, "line": 9, "old": "x"}, "the file has 3 lines"),
+    ("edit_no_match", {"old": "x", "found": [1, 4], "line": 2, "line_text": "y"}, "x is in line 1, 4"),
+    ("edit_no_match", {"old": "x", "found": [], "line": 2, "line_text": " y"}, "line 2 is: y"),
+    ("edit_no_match", {"old": "x", "found": [], "line_text": None}, "old must be text of the file, read it first"),
+    ("edit_no_match", {"old": "x", "found": [], "line_text": "xy"}, "the nearest line is: xy"),
+    ("runtime_error", {"command": "x"}, "the command failed, read the last lines of its output"),
+    ("timeout", {"command": "x"}, "the command took too long, avoid waiting for input and endless loops"),
+    ("output_capped", {"command": "x"}, "print less, for example with head or grep"),
+    ("out_of_memory", {"command": "x"}, "the command used too much memory, work on less data at a time"),
+    ("repeated_failure", {"first_kind": "file_not_found", "first_meta": READ},
+     "this call failed before; there is no main.py; files are a.py, b.py"),
+]  # fmt: skip
+"""What the bundled student was trained on: these texts stay."""
+
+
+@pytest.mark.parametrize(("kind", "meta", "text"), LEARNED)
+@pytest.mark.parametrize("with_context", [False, True])
+def test_the_texts_for_the_bundled_tools_stay_as_the_student_learned_them(kind, meta, text, with_context):
+    call = ToolCall(name=meta.get("name", "bash"), arguments={"command": "x", "n": 1})
+    known = hints.context(list(TOOLS.values()), call, "Traceback\nZeroDivisionError: x\n")
+    error = tool_error(kind, "message", **meta).model_copy(update={"cause": Cause.MODEL})
+    assert hints.dispatch(error, known if with_context else None) == f"Hint: {text}"
+
+
+def test_the_bundled_tools_are_those_of_the_environment():
+    assert set(hints.BUNDLED) == set(TOOLS)
+
+
+SEARCH = {
+    "name": "search",
+    "description": "Search.",
+    "parameters": {
+        "type": "object",
+        "properties": {"query": {"type": "string"}, "limit": {"type": "integer"}, "free": {}},
+        "required": ["query", "limit", "free"],
+    },
+}
+
+
+@pytest.mark.parametrize(
+    ("kind", "meta", "says"),
+    [
+        ("tool_not_found", {"name": "find", "nearest": None}, "there is no find; tools are read_file, bash, search"),
+        ("type_error", {"name": "search", "required": ["query", "limit", "free"]},
+         "search needs query (string), limit (integer), free (any)"),
+        ("runtime_error", {}, "search failed: c / d / E: no such index"),
+        ("repeated_failure", {"first_kind": "runtime_error", "first_meta": {}},
+         "this call failed before; search failed: c / d / E: no such index"),
+    ],
+)  # fmt: skip
+def test_hints_for_other_tools_say_what_the_task_has(kind, meta, says):
+    tools = [SEARCH, TOOLS["bash"], TOOLS["read_file"]]
+    known = hints.context(
+        tools, ToolCall(name="search", arguments={"query": 1}), "a\nb\n c\n\nd\nE: no such index\n"
+    )
+    assert hints.dispatch(tool_error(kind, "x", **meta), known) == f"Hint: {says}"
+
+
+def test_a_template_gets_the_call_its_schema_and_the_end_of_its_output():
+    default = hints._TEMPLATES["timeout"]
+    seen = []
+    try:
+        hints.register("timeout", lambda meta: seen.append(meta) or "x")
+        call = ToolCall(name="search", arguments={"query": "q"})
+        hints.dispatch(tool_error("timeout", "x", name="meta wins"), hints.context([SEARCH], call, "y" * 999))
+        hints.dispatch(tool_error("timeout", "x"), hints.context([SEARCH], ToolCall(malformed="{"), ""))
+    finally:
+        hints.register("timeout", default)
+    assert seen[0] == {
+        "tools": ["search"],
+        "tail": "y" * 200,
+        "name": "meta wins",
+        "arguments": {"query": "q"},
+        "schema": SEARCH["parameters"],
+    }
+    assert seen[1] == {"tools": ["search"], "tail": ""}
+
+
+def test_a_task_without_visible_tests_is_not_told_of_run_tests():
+    tools = [spec for name, spec in TOOLS.items() if name != "run_tests"]
+    known = hints.context(tools, ToolCall(name="go"), "")
+    hint = hints.dispatch(tool_error("tool_not_found", "x", name="go"), known)
+    assert hint == "Hint: there is no go; tools are read_file, edit_file, submit, write_file, bash"

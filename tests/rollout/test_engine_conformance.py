@@ -67,7 +67,7 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> WeightStore:
             tie_word_embeddings=True,
         )
         folder = root / f"made{version}"
-        Qwen3ForCausalLM(config).float().save_pretrained(folder)
+        Qwen3ForCausalLM(config).save_pretrained(folder)
         store.publish(version, folder, metadata={})
     return store
 

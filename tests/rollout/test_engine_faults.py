@@ -36,7 +36,16 @@ PROMPT = [3, 1, 4, 1, 5]
 GREEDY = 0.0
 DEADLINE_S = 20.0
 QUICK = Patience(
-    turn=10.0, stall=0.5, connect=1.0, control=2.0, load=3.0, fetch=5.0, lag=1.0, join=10.0, poll=0.02
+    turn=10.0,
+    first=0.5,
+    stall=0.5,
+    connect=1.0,
+    control=2.0,
+    load=3.0,
+    fetch=5.0,
+    lag=1.0,
+    join=10.0,
+    poll=0.02,
 )
 
 
@@ -88,7 +97,8 @@ class World:
 
     def greedy(self, count: int, version: int = 0) -> tuple[int, ...]:
         """What greedy sampling of the prompt gives when nothing goes wrong."""
-        context, ids = context_of(PROMPT), []
+        context = context_of(PROMPT)
+        ids: list[int] = []
         while len(ids) < count and STOP not in ids:
             ids.append(self.models[version].draw(context, 0, [STOP], NEVER_STOPS.stop_after))
             context = fold(context, ids[-1])
@@ -159,6 +169,7 @@ def test_what_a_broken_stream_brought_is_kept_and_gone_on_from(world: World) -> 
     async def run() -> None:
         fault = Fault(kind="drop", tokens=100, skip=1)
         async with world.pool(planned(fault), NEVER_STOPS) as pool:
+            await all_ready(pool, 0)
             found = [await sample(pool, 120, session=str(number), temperature=1.0) for number in range(3)]
             for each in found:
                 world.check(each)
@@ -349,6 +360,7 @@ def test_servers_join_and_leave_by_the_roster_while_turns_go_on(world: World, tm
     async def run() -> None:
         roster = tmp_path / "engines.txt"
         async with world.pool(NEVER_STOPS, NEVER_STOPS, roster=roster) as pool:
+            await all_ready(pool, 0)
             asked = [asyncio.create_task(sample(pool, 150, session=str(i))) for i in range(6)]
             await asyncio.sleep(0.05)
             roster.write_text(f"{world.urls[1]}/\n")

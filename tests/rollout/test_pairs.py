@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import math
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -17,7 +19,7 @@ from hintloop.agent.engine import Sampling
 from hintloop.agent.episode import EpisodeSpec
 from hintloop.envs.models import ToolCall
 from hintloop.replay.episode import Episode, PreferencePair
-from hintloop.rollout.asking import AskRule, PairCounts
+from hintloop.rollout.asking import WARM_UP, WINDOW, AskRule, PairCounts, Reason, Uncertainty, planned
 from hintloop.rollout.config import TeacherSpec
 from hintloop.rollout.expert_server import completion
 from hintloop.rollout.pairs import PairMaker, agree, canonical
@@ -52,7 +54,13 @@ def test_agreement_needs_enough_equal_actions(names: list[str | None], threshold
 
 
 def play(
-    player: Any, world: Any, experts: dict[str, Expert], rule: AskRule = RULE, hang: float = 0.0
+    player: Any,
+    world: Any,
+    experts: dict[str, Expert],
+    rule: AskRule = RULE,
+    hang: float = 0.0,
+    usd: float = 0.0,
+    uncertainty: Uncertainty | None = None,
 ) -> tuple[Episode, tuple[PreferencePair, ...], PairCounts, float]:
     """One episode with its pairs; the seconds spent waiting for teachers after it."""
 
@@ -63,9 +71,12 @@ def play(
 
         counts = PairCounts()
         async with httpx.AsyncClient(transport=httpx.MockTransport(reply)) as client:
-            specs = [TeacherSpec(name=name, base_url=f"http://{name}/v1", model="m") for name in experts]
+            specs = [
+                TeacherSpec(name=name, base_url=f"http://{name}/v1", model="m", usd_per_mtok_out=usd)
+                for name in experts
+            ]
             teachers = [Teacher(spec, client, timeout_s=30, attempts=1, in_flight=4) for spec in specs]
-            maker = PairMaker("e0", teachers, rule, counts)
+            maker = PairMaker("e0", teachers, rule, counts, uncertainty)
             async with world.session() as env:
                 played = await player.play(
                     env, EpisodeSpec("e0", "g0", "bugfix/x"), Sampling(1.0, 400), maker.on_turn
@@ -137,6 +148,74 @@ def test_a_teacher_that_hangs_does_not_delay_beyond_the_deadline(make_player: An
     _, pairs, counts, waited = play(make_player(), world(), {"one": lambda messages: GOOD}, rule, hang=60.0)
     assert (pairs, counts.late) == ((), 2)
     assert waited < 2
+
+
+def test_what_late_answers_may_have_cost_is_counted(make_player: Any, world: Any) -> None:
+    _, _, counts, _ = play(
+        make_player(), world(), {"one": lambda messages: GOOD}, AskRule(1, 0.0, 3, 0.3), hang=60.0, usd=1.0
+    )
+    assert counts.cost_usd == counts.by_reason[Reason.ERROR].cost_usd > 0
+    assert counts.late == 1
+
+
+def test_the_value_of_asking_is_told_by_reason(make_player: Any, world: Any) -> None:
+    rule = AskRule(1, 0.0, 9, 2.0, ask="all")
+    _, pairs, counts, _ = play(make_player(), world(), {"one": lambda messages: GOOD}, rule, usd=1.0)
+    told = json.loads(json.dumps(counts.snapshot()))
+    assert len(pairs) == told["pairs"] == 2  # one for the error, one for the turn that submits
+    assert set(told["by_reason"]) == {"error", "all"}
+    for value in told["by_reason"].values():
+        assert (value["questions"], value["pairs"], value["pairs_per_question"]) == (1, 1, 1.0)
+        assert value["pairs_per_usd"] == pytest.approx(1 / value["cost_usd"], rel=1e-3)
+    assert told["cost_usd"] == pytest.approx(sum(value["cost_usd"] for value in told["by_reason"].values()))
+
+
+def test_counts_are_json_whatever_went_wrong(make_player: Any, world: Any) -> None:
+    _, _, counts, _ = play(make_player(), world(), {"one": lambda messages: None})
+    counts.unverified["not better"] += 1
+    told = json.loads(json.dumps(counts.snapshot()))
+    assert (told["errors"], told["unverified"]) == ({"one": 1}, {"not better": 1})
+    assert told["by_reason"]["error"]["pairs_per_usd"] is None
+
+
+def test_an_uncertain_turn_is_asked_about(make_player: Any, world: Any) -> None:
+    rule = AskRule(1, 0.0, 9, 2.0, ask="uncertain")
+    for nats, reasons in ((-1.0, {Reason.ERROR: 1, Reason.UNCERTAIN: 1}), (0.5, {Reason.ERROR: 1})):
+        uncertainty = Uncertainty(nats=nats)  # a scripted turn has 0 nats per token
+        _, _, counts, _ = play(
+            make_player(), world(), {"one": lambda messages: GOOD}, rule, uncertainty=uncertainty
+        )
+        assert {reason: value.questions for reason, value in counts.by_reason.items()} == reasons
+
+
+@given(st.lists(st.floats(0, 10), min_size=1, max_size=80), st.floats(0, 0.99))
+def test_a_turn_is_uncertain_beside_those_of_late(nats: list[float], quantile: float) -> None:
+    uncertainty = Uncertainty(quantile=quantile)
+    for number, value in enumerate(nats):
+        before = sorted(nats[:number])
+        wanted = number >= WARM_UP and value > before[math.ceil(quantile * (number - 1))]
+        assert uncertainty.high([-value] * 4) == wanted
+
+
+def test_the_turns_compared_with_are_bounded() -> None:
+    uncertainty = Uncertainty(quantile=0.5)
+    for _ in range(WINDOW):
+        uncertainty.high([-1.0])
+    for _ in range(WINDOW):
+        uncertainty.high([-5.0])
+    assert not uncertainty.high([-4.0])
+    assert uncertainty.high([-6.0])
+    assert not uncertainty.high([float("nan")])
+    assert not uncertainty.high([])
+    assert len(uncertainty._sorted) == len(uncertainty._recent) == WINDOW
+
+
+def test_a_turn_is_planned_by_chance_with_the_given_probability_and_always_the_same() -> None:
+    rule = AskRule(1, 0.3, 9, 2.0)
+    plans = [planned(rule, Uncertainty(), f"e{number}", 0, [-1.0]) for number in range(2000)]
+    assert plans == [planned(rule, Uncertainty(), f"e{number}", 0, [-9.0]) for number in range(2000)]
+    assert abs(plans.count(Reason.CHANCE) / 2000 - 0.3) < 0.05
+    assert set(plans) == {None, Reason.CHANCE}
 
 
 def test_a_group_gets_its_pairs_into_the_journal(make_player: Any, world: Any, tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import httpx
 import pytest
 import respx
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
@@ -221,6 +221,7 @@ def parrot() -> Any:
         yield server, holder
 
 
+@settings(max_examples=20)
 @given(
     GARBAGE
     | st.builds(lambda call: {"choices": [{"message": {"tool_calls": [{"function": call}]}}]}, GARBAGE)

@@ -31,6 +31,7 @@ from hintloop.rollout.config import TeacherSpec
 from hintloop.rollout.manager import play_in
 from hintloop.rollout.pairs import PairMaker
 from hintloop.rollout.teachers import Teacher
+from hintloop.rollout.teaching import Watch
 
 from . import double_task
 from .double_task import MENDED, PATH, TASK
@@ -52,7 +53,9 @@ def kept(call: ToolCall, keep: str = "always") -> ToolCall:
 
 
 def trial(call: ToolCall, before: int, *then: ToolCall, tests: bool = False) -> ToolCall:
-    return call.model_copy(update={"trial": Trial(before=before, then=list(then), tests=tests)})
+    return call.model_copy(
+        update={"trial": Trial(before=before, then=[one.model_dump() for one in then], tests=tests)}
+    )
 
 
 @pytest.fixture
@@ -271,7 +274,7 @@ def play(url: str, make_player: Any) -> Callable[..., Played]:
                 maker = PairMaker("e0", [teacher], made, counts)
                 player = make_player(lambda session, turn: turns[turn])
                 spec = EpisodeSpec("e0", "g0", TASK.task_id)
-                played = await play_in(pool.session, player, spec, Sampling(1.0, 400), maker)
+                played = await play_in(pool.session, player, spec, Sampling(1.0, 400), Watch(maker))
                 return played.episode, await maker.pairs(), counts
 
         with teaching(lambda number, body: HANG if chosen is None else says(chosen)) as server:

@@ -121,6 +121,12 @@ def _visible(function: Function, lines: Sequence[str], hidden: tuple[Case, ...])
     return tuple(hidden[index] for index in shown)
 
 
+def reference(task: Task) -> str:
+    """The right text of a task's file."""
+    assert isinstance(task.solution, dict), "a task of this set"
+    return task.solution[PATH]
+
+
 def load() -> Bugfix:
     """The task set; made once per process, also when many threads ask at once."""
     with _LOADING:

@@ -1,0 +1,135 @@
+"""The whole rollout process on inference servers, from the first weights to the last."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import shutil
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from pydantic import ValidationError
+from safetensors.numpy import save_file
+
+from hintloop.agent.policy import load_renderer
+from hintloop.envs.registry import load_taskset
+from hintloop.replay.journal import Journal
+from hintloop.replay.weights import WeightStore
+from hintloop.rollout.config import EvaluationConfig, RolloutConfig, TeachersConfig
+from hintloop.rollout.engines.sim import SimEngine
+from hintloop.rollout.engines.sim_plan import Fault, Plan
+from hintloop.rollout.engines.sim_server import in_thread
+from hintloop.rollout.run import ROSTER, run_rollout
+
+LAST = 3
+
+
+@pytest.fixture(scope="module")
+def env_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    ready = tmp_path_factory.mktemp("env") / "url"
+    command = [
+        sys.executable,
+        "-m",
+        "hintloop.cli.main",
+        "serve",
+        "env",
+        "--port",
+        "0",
+        "--max-sessions",
+        "8",
+    ]
+    process = subprocess.Popen([*command, "--ready-file", str(ready)])
+    try:
+        deadline = time.monotonic() + 60
+        while not ready.exists():
+            assert process.poll() is None, "the environment server did not start"
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        yield ready.read_text().strip()
+    finally:
+        process.terminate()
+        process.wait(30)
+
+
+def publish(store: WeightStore, student: Path, made: Path, version: int) -> None:
+    shutil.copytree(student, made, dirs_exist_ok=True)
+    (made / "config.json").write_text(json.dumps({"vocab_size": len(load_renderer(student).tokenizer)}))
+    save_file({"weight": np.full((4, 4), version, np.float32)}, made / "model.safetensors")
+    probe = {"token_ids": [1.0, 2.0, 3.0], "logprobs": [-1.0 - version, -2.0]}
+    store.publish(version, made, metadata={"probe": probe, "final": version == LAST})
+
+
+def test_a_run_on_servers_that_fail_goes_on_to_its_end(
+    env_url: str, student_folder: Path, tmp_path: Path
+) -> None:
+    store, journal = WeightStore(tmp_path / "weights"), Journal(tmp_path / "journal")
+    publish(store, student_folder, tmp_path / "made", 0)
+
+    def learn() -> None:
+        deadline = time.monotonic() + 90
+        for version in range(1, LAST + 1):
+            while len(journal.segments()) < version and time.monotonic() < deadline:
+                time.sleep(0.02)
+            publish(store, student_folder, tmp_path / "made", version)
+
+    faults = (
+        Fault(kind="drop", skip=5, times=3, tokens=4),
+        Fault(kind="error", skip=20, times=2),
+        Fault(kind="stale_load", skip=1),
+    )
+    plans = (Plan(fault=faults, stop_after=6), Plan(stop_after=6))
+    learner = threading.Thread(target=learn)
+    with contextlib.ExitStack() as stack:
+        engines = [SimEngine(plan, cache=tmp_path / f"cache{place}") for place, plan in enumerate(plans)]
+        urls = [stack.enter_context(in_thread(engine)) for engine in engines]
+        (tmp_path / ROSTER).write_text("\n".join(urls))
+        learner.start()
+        summary = run_rollout(
+            run_dir=tmp_path,
+            journal_uri=str(tmp_path / "journal"),
+            weights_uri=str(tmp_path / "weights"),
+            env_url=env_url,
+            splits={name: list(ids) for name, ids in load_taskset("bugfix").splits().items()},
+            model="student",
+            env="coding",
+            seed=1,
+            config=RolloutConfig(
+                engines=tuple(urls[:1]),
+                group_size=2,
+                groups_per_step=1,
+                episodes_in_flight=4,
+                max_new_tokens=8,
+                max_tokens=900,
+                poll_s=0.02,
+                idle_timeout_s=60.0,
+            ),
+            evaluation=EvaluationConfig(splits=("heldfn",), num_tasks=2, temperatures=(1.0,), in_flight=2),
+            teachers=TeachersConfig(),
+        )
+        learner.join()
+    assert (summary.stopped, summary.version, summary.lost) == ("final", LAST, {})
+    for episode in journal.reader().poll():
+        assert all(
+            (logprob < 0) == (version >= 0) == bool(mask)
+            for logprob, version, mask in zip(
+                episode.logprobs, episode.policy_versions, episode.loss_mask, strict=True
+            )
+        )
+    status = json.loads((tmp_path / "status" / "rollout.json").read_text())
+    assert {server["url"] for server in status["servers"]} == set(urls)
+    assert all(engine.sampled > 0 for engine in engines)
+    assert status["engine"]["retries"] > 0
+    # Of the later versions the rollout process itself reads the manifest only.
+    newest = max((tmp_path / "cache" / "weights").glob("v*"))
+    assert [path.name for path in newest.iterdir()] == ["manifest.json"]
+
+
+def test_an_engine_that_is_no_url_is_refused() -> None:
+    with pytest.raises(ValidationError, match="no URL such as"):
+        RolloutConfig(engines=("127.0.0.1:8000",))
