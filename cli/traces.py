@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import gc
+import json
+import re
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -16,7 +19,7 @@ from hintloop.cli.errors import UserError
 from hintloop.cli.options import AsJson
 
 if TYPE_CHECKING:
-    from hintloop.replay.episode import Episode
+    from hintloop.replay.episode import Episode, Turn
     from hintloop.replay.ingest.report import Report
     from hintloop.replay.journal import Journal
 
@@ -26,6 +29,14 @@ JournalUri = Annotated[str, typer.Option("--journal", metavar="URI", help="Journ
 MAX_SHOWN_CHARS = 600
 MAX_NAME_CHARS = 20
 EXIT_REFUSED = 1
+EXIT_NO_MATCH = 1
+
+
+class ExportFormat(StrEnum):
+    """What ``export`` writes."""
+
+    HF = "hf"
+    ATIF = "atif"
 
 
 @app.command("ingest")
@@ -39,17 +50,19 @@ def ingest_traces(
 ) -> None:
     """Take recorded traces into a journal; what it has already is left out.
 
-    The format is told by content: Claude Code (sub-agents included) and Codex CLI. The exit status is 1 when a
-    trace file was refused. Example: `hintloop traces ingest ~/.claude/projects --journal runs/recorded`
+    The format is told by content: Claude Code (sub-agents included), Codex CLI, Gemini CLI, OpenHands, SWE-agent,
+    mini-swe-agent, ATIF, OpenAI-style messages and OpenEnv. The exit status is 1 when a trace file was refused.
+    Example: `hintloop traces ingest ~/.claude/projects --journal runs/recorded`
     """
     from hintloop.cli.output import show, show_json
+    from hintloop.replay.ingest.event_log import size_of
     from hintloop.replay.ingest.ingest import find_files, ingest
     from hintloop.replay.journal import Journal
 
     gc.freeze()  # what is loaded by now stays; passing over it again and again costs a tenth of the time
     files = find_files(paths)
     named = {str(path) for path in paths}
-    with _progress(sum(file.stat().st_size for file in files)) as advance:
+    with _progress(sum(map(size_of, files))) as advance:
         reports = list(ingest(files, Journal(journal), keep_secrets=keep_secrets, progress=advance))
     if as_json:
         show_json([report.plain() for report in reports])
@@ -107,6 +120,55 @@ def tokenize(
             writer.append(made)
         counts["episodes"] += len(made)
     show([{"what": what, "count": count} for what, count in counts.items()], as_json=as_json)
+
+
+@app.command()
+def export(
+    journal: JournalUri,
+    to: Annotated[str, typer.Option("--to", metavar="FOLDER", help="Folder that gets the files.")],
+    format: Annotated[ExportFormat, typer.Option("--format", help="A data set for TRL, or trajectories.")],
+    as_json: AsJson = False,
+) -> None:
+    """Write a journal's episodes as a Hugging Face data set (hf) or as ATIF 1.8 trajectories (atif).
+
+    The data set has a card and two subsets: `sft` (prompt and completion) and `preference` (chosen and rejected).
+    Example: `hintloop traces export --journal runs/recorded --to runs/dataset --format hf`
+    """
+    from hintloop.cli.output import show
+    from hintloop.replay.export.atif import export_atif
+    from hintloop.replay.export.hf import export_hf
+    from hintloop.replay.journal import Journal
+
+    segments = _segments(Journal(journal))
+    counts = export_hf(segments, Path(to)) if format is ExportFormat.HF else export_atif(segments, to)
+    show([{"what": what, "count": count} for what, count in counts.items()], as_json=as_json)
+
+
+@app.command()
+def grep(
+    pattern: Annotated[str, typer.Argument(metavar="PATTERN", help="Regular expression of Python.")],
+    journal: JournalUri,
+    as_json: Annotated[bool, typer.Option("--json", help="Print a JSON object per line.")] = False,
+) -> None:
+    """Search the texts of all turns, and the arguments of recorded calls, line by line.
+
+    Prints episode, turn and the line. The exit status is 1 when nothing matches.
+    Example: `hintloop traces grep "command not found" --journal runs/recorded`
+    """
+    from hintloop.replay.journal import Journal
+
+    try:
+        wanted = re.compile(pattern)
+    except re.error as error:
+        raise UserError(f"{pattern!r} is no regular expression: {error}") from error
+    matched = False
+    for episodes in _segments(Journal(journal)):
+        for found in (match for episode in episodes for match in _matches(episode, wanted)):
+            matched = True
+            shown = f"{found['episode_id']}:{found['turn']}: {_short(found['line'])}"
+            typer.echo(json.dumps(found) if as_json else shown)
+    if not matched:
+        raise typer.Exit(EXIT_NO_MATCH)
 
 
 @app.command("show")
@@ -167,6 +229,19 @@ def stats(journal: JournalUri, as_json: AsJson = False) -> None:
     show(failures, as_json=False)
 
 
+def _matches(episode: Episode, wanted: re.Pattern[str]) -> Iterator[dict[str, Any]]:
+    for number, turn in enumerate(episode.turns):
+        for text in (_recorded_arguments(episode, turn), turn.text):
+            for line in text.splitlines():
+                if wanted.search(line):
+                    yield {"episode_id": episode.episode_id, "turn": number, "role": turn.role, "line": line}
+
+
+def _recorded_arguments(episode: Episode, turn: Turn) -> str:
+    """Arguments that are in no text: those of a recorded call, on its tool turn."""
+    return (turn.tool_arguments or "") if turn.role == "tool" and not episode.token_ids else ""
+
+
 def _numbers(episode: Episode) -> dict[str, int]:
     return {
         "episodes": 1,
@@ -208,8 +283,7 @@ def _lines(episode: Episode, *, full: bool) -> Iterator[str]:
     for number, turn in enumerate(episode.turns):
         called = f" {turn.tool_name}" if turn.tool_name else ""
         yield f"\n[{number}] {turn.role}{called}{'' if turn.exit_code is None else f' (exit {turn.exit_code})'}"
-        arguments = (turn.tool_arguments or "") if turn.role == "tool" and not episode.token_ids else ""
-        for text in (arguments, turn.text):
+        for text in (_recorded_arguments(episode, turn), turn.text):
             if text:
                 yield text if full else _short(text)
         if turn.error_kind:

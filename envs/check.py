@@ -7,6 +7,7 @@ would teach the wrong thing, or nothing.
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -21,7 +22,11 @@ MAX_SECONDS = 3600.0
 """Longest time limit of a script, as in OpenEnv's validation."""
 _TELLING = 12
 """Characters from which a line that two files share is not chance."""
-_NAMED_FILE = re.compile(r"`([\w./-]+\.\w{1,5})`")
+_TEST_SHARE, _SOLUTION_SHARE = 0.9, 0.5
+"""How much of its telling lines another file may hold. Visible tests may well be a part of the hidden ones."""
+_NAMED_FILE = re.compile(
+    r"`([\w./-]+\.(?:py|js|ts|c|cc|cpp|h|rs|go|java|rb|sh|md|txt|json|toml|ya?ml|csv|sql|html|css|cfg|ini))`"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +109,7 @@ def _named_files(task: Task) -> str:
 
 
 def _leaks(provider: SandboxProvider, task: Task) -> str:
-    """Where the agent's sandbox holds at least half of what only a hidden test or the solution should hold."""
+    """Where the agent's sandbox holds what only hidden tests or the solution should hold."""
     secrets = _secrets(task)
     sandbox = provider.start(task.files, task.sandbox)
     try:
@@ -113,32 +118,41 @@ def _leaks(provider: SandboxProvider, task: Task) -> str:
             return f"the agent's sandbox holds {left}"
         for path in sandbox.list_files():
             lines = _lines(_text(sandbox, path))
-            for name, secret in secrets.items():
-                if len(secret & lines) * 2 >= len(secret):
-                    return f"{path} gives {name} away: {min(secret & lines)[:80]!r}"
+            for secret in secrets:
+                if (secret.lines & lines).total() >= secret.share * secret.lines.total():
+                    return f"{path} gives {secret.name} away"
     finally:
         sandbox.close()
     return ""
 
 
-def _secrets(task: Task) -> dict[str, set[str]]:
-    """What it is -> its telling lines; of a solution's file only those that the task's own file does not have."""
+@dataclass(frozen=True, slots=True)
+class _Secret:
+    """A file that the agent must not see, and how much of it another file may hold."""
+
+    name: str
+    lines: Counter[str]
+    share: float
+
+
+def _secrets(task: Task) -> list[_Secret]:
+    """Of a solution's file only the lines count that the task's own file does not have."""
     hidden: dict[str, str] = {}
     if isinstance(task.tests, RepositoryTests):
         hidden = {f"the hidden test {path}": text for path, text in task.tests.script.files.items()}
     elif isinstance(task.tests, AssertTests):
         hidden = {"the hidden test": task.tests.hidden}
+    found = [_Secret(name, _lines(text), _TEST_SHARE) for name, text in hidden.items()]
     script = isinstance(task.solution, Script)
     solution = task.solution.files if isinstance(task.solution, Script) else task.solution
-    found = {name: _lines(text) for name, text in hidden.items()}
     for path, text in solution.items():
-        own = set() if script else _lines(task.files.get(path, ""))
-        found[f"the solution {path}"] = _lines(text) - own
-    return {name: lines for name, lines in found.items() if lines}
+        own: Counter[str] = Counter() if script else _lines(task.files.get(path, ""))
+        found.append(_Secret(f"the solution {path}", _lines(text) - own, _SOLUTION_SHARE))
+    return [secret for secret in found if secret.lines]
 
 
-def _lines(text: str) -> set[str]:
-    return {line.strip() for line in text.split("\n") if len(line.strip()) >= _TELLING}
+def _lines(text: str) -> Counter[str]:
+    return Counter(line.strip() for line in text.split("\n") if len(line.strip()) >= _TELLING)
 
 
 def _text(sandbox: Sandbox, path: str) -> str:

@@ -69,7 +69,9 @@ class Atif:
         report.note("tool_definitions", int(bool(agent.get("tool_definitions"))))
         report.note("continued_elsewhere", int(bool(value.get("continued_trajectory_ref"))))
         steps = list(records_of(value.get("steps"), report))
-        report.note("step_id_out_of_order", int([s.get("step_id") for s in steps] != list(range(1, len(steps) + 1))))
+        report.note(
+            "step_id_out_of_order", int([s.get("step_id") for s in steps] != list(range(1, len(steps) + 1)))
+        )
         main = [step for step in steps if not _is_aside(step)]
         aside = [step for step in steps if _is_aside(step)]
         version = " ".join(filter(None, [text_of(agent.get("name")), text_of(agent.get("version"))]))
@@ -137,6 +139,8 @@ class _Reader:
     def _step(self, step: Record, role: str, text: str) -> None:
         dispatched = role == "assistant" and step.get("llm_call_count") == 0
         self._report.note("step_without_model", int(dispatched))
+        own = dict_of(dict_of(step.get("extra")).get(EXTRA))
+        role = "tool" if role == "user" and own.get("role") == "tool" else role
         draft = Draft(role, [text], timestamp=unix_time(step.get("timestamp")))
         draft.copied = step.get("is_copied_context") is True or dispatched
         self._drafts.add(draft)
@@ -182,8 +186,13 @@ def _tool_result(text: str, extra: dict[str, Any], own: dict[str, Any]) -> ToolR
     flag = next((extra[name] for name in _FLAGS if isinstance(extra.get(name), bool)), None)
     code = integer_of(extra.get("exit_code"))
     if own:
-        return ToolResult(text, exit_code=integer_of(own.get("exit_code")), seconds=seconds_of(own.get("seconds")))
-    return ToolResult(text, is_error=told.is_error if flag is None else flag, exit_code=told.exit_code if code is None else code)
+        code = integer_of(own.get("exit_code"))
+        return ToolResult(text, exit_code=code, seconds=seconds_of(own.get("seconds")), judged=True)
+    return ToolResult(
+        text,
+        is_error=told.is_error if flag is None else flag,
+        exit_code=told.exit_code if code is None else code,
+    )
 
 
 def _failure(own: dict[str, Any]) -> Failure | None:

@@ -88,7 +88,7 @@ _SAYS_SO = (
           r"|matches of the string to replace|old_string and new_string are exactly the same"
           r"|apply_patch verification failed|failed to find (?:expected lines|context)|invalid (?:patch|context)\b"
           r"|no replacement was performed|did not appear verbatim|could not find the string to replace"
-          r"|\b0 occurrences found for old_string"),
+          r"|\b0 occurrences found for old_string|determined that no changes were necessary"),
     _rule("output_capped", r"exceeds maximum allowed (?:tokens|size)|maxfilereadtokenexceeded|file content .* exceeds"),
 )  # fmt: skip
 """Texts of the tools themselves, at the beginning of a result that is known to be a failure."""
@@ -123,7 +123,7 @@ def classify(call: ToolCall) -> Failure | None:
     result = call.result
     if result is None:
         return None
-    if result.failure is not None:
+    if result.judged or result.failure is not None:
         return result.failure
     told = _TELLS.match(result.text) is not None
     if not (told or result.refused or result.is_error or result.exit_code not in (None, 0)):

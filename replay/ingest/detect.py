@@ -7,11 +7,20 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import BinaryIO, Protocol
 
+from hintloop.replay.ingest.atif import Atif
 from hintloop.replay.ingest.claude_code import ClaudeCode
 from hintloop.replay.ingest.codex import Codex
+from hintloop.replay.ingest.document import whole
+from hintloop.replay.ingest.gemini_cli import GeminiCli
 from hintloop.replay.ingest.head import Head
 from hintloop.replay.ingest.lines import read_records
+from hintloop.replay.ingest.mini_swe_agent import MiniSweAgent
+from hintloop.replay.ingest.openai_messages import OpenAiMessages
+from hintloop.replay.ingest.openenv import OpenEnv
+from hintloop.replay.ingest.openhands import OpenHands
+from hintloop.replay.ingest.openhands_v0 import OpenHandsV0
 from hintloop.replay.ingest.report import Refused, Report
+from hintloop.replay.ingest.swe_agent import SweAgent
 from hintloop.replay.ingest.trace import Trace
 
 HEAD_BYTES = 64 << 10
@@ -36,7 +45,19 @@ class Format(Protocol):
         """
 
 
-FORMATS: dict[str, Format] = {each.name: each for each in (ClaudeCode(), Codex())}
+_ALL: tuple[Format, ...] = (
+    ClaudeCode(),
+    Codex(),
+    GeminiCli(),
+    OpenHands(),
+    OpenHandsV0(),
+    SweAgent(),
+    MiniSweAgent(),
+    Atif(),
+    OpenAiMessages(),
+    OpenEnv(),
+)
+FORMATS: dict[str, Format] = {each.name: each for each in _ALL}
 """Every known format by name."""
 
 
@@ -67,9 +88,9 @@ def read_head(stream: BinaryIO) -> Head:
     """The beginning of a seekable file."""
     stream.seek(0)
     data = stream.read(HEAD_BYTES)
-    found = whole(stream)
-    if found is not None:
-        document, _ = found
+    only = whole(stream)
+    if only is not None:
+        document, _ = only
         one_line = isinstance(document, dict) and b"\n" not in data.strip()
         return Head(data, (document,) if one_line else (), document)
     found = islice(read_records(stream, Report()), HEAD_RECORDS)

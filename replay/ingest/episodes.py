@@ -80,9 +80,10 @@ def known_sites(episodes: Iterable[Episode]) -> set[bytes]:
 
 
 def _failure(message: Message) -> Failure | None:
-    """What went wrong in a turn: the first failure that the model caused, else the first of all."""
-    found = [message.failure] if message.failure else []
-    found += [failure for call in message.calls if (failure := classify(call))]
+    """What went wrong in a turn: itself, else the first failure that the model caused, else the first of all."""
+    if message.failure is not None:
+        return message.failure
+    found = [failure for call in message.calls if (failure := classify(call))]
     return next((failure for failure in found if failure.cause == MODEL), found[0] if found else None)
 
 

@@ -53,7 +53,7 @@ def joined_events(file: Path) -> BinaryIO | None:
     """The log that an event file is part of, as lines in an unnamed file; None for any other file. ``OSError``."""
     if _EVENT_FILE.fullmatch(file.name) is None:
         return None
-    log: Any = tempfile.TemporaryFile()
+    log: Any = tempfile.TemporaryFile()  # noqa: SIM115 - the caller closes it
     state = file.parent.parent / _STATE_FILE
     if state.is_file():
         _append(log, state)

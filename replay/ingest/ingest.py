@@ -14,8 +14,8 @@ from typing import BinaryIO
 
 from hintloop.replay.episode import Episode
 from hintloop.replay.ingest.detect import FORMATS, detect
-from hintloop.replay.ingest.event_log import gathered, joined_events
 from hintloop.replay.ingest.episodes import known_sites, to_episode
+from hintloop.replay.ingest.event_log import gathered, joined_events
 from hintloop.replay.ingest.redact import redact_trace
 from hintloop.replay.ingest.report import Refused, Report
 from hintloop.replay.ingest.trace import Trace

@@ -20,7 +20,15 @@ from hintloop.replay.ingest.head import Head
 from hintloop.replay.ingest.lines import Record
 from hintloop.replay.ingest.report import Report
 from hintloop.replay.ingest.trace import Failure, Message, ToolResult, Trace
-from hintloop.replay.ingest.values import arguments_of, dict_of, integer_of, joined, list_of, text_of, unix_time
+from hintloop.replay.ingest.values import (
+    arguments_of,
+    dict_of,
+    integer_of,
+    joined,
+    list_of,
+    text_of,
+    unix_time,
+)
 
 _ACTION, _MESSAGE, _SYSTEM, _SUMMARY = "ActionEvent", "MessageEvent", "SystemPromptEvent", "summary"
 _OBSERVATION, _ERROR, _REJECTED = "ObservationEvent", "AgentErrorEvent", "UserRejectObservation"
@@ -233,16 +241,27 @@ def _add_action(drafts: Drafts, event: Record, report: Report) -> None:
     given = dict_of(event.get("tool_call")).get("arguments")
     if given is None:
         given = {name: value for name, value in dict_of(event.get("action")).items() if name != "kind"}
-    drafts.call(draft, text_of(event.get("tool_call_id")), text_of(event.get("tool_name")), arguments_of(given))
+    drafts.call(
+        draft, text_of(event.get("tool_call_id")), text_of(event.get("tool_name")), arguments_of(given)
+    )
 
 
 def _add_message(
     drafts: Drafts, event: Record, at: float | None, model: str, copied: bool, report: Report
 ) -> None:
     message = dict_of(event.get("llm_message"))
-    text = joined(content_text(event_part, report) for event_part in (message.get("content"), event.get("extended_content")))
+    text = joined(
+        content_text(event_part, report)
+        for event_part in (message.get("content"), event.get("extended_content"))
+    )
     role = text_of(message.get("role"))
-    role = role if role in ("system", "user", "assistant") else "assistant" if event.get("source") == "agent" else "user"
+    role = (
+        role
+        if role in ("system", "user", "assistant")
+        else "assistant"
+        if event.get("source") == "agent"
+        else "user"
+    )
     draft = drafts.say(role, text, at, copied=copied)
     if role == "assistant":
         draft.model = model

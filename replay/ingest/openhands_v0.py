@@ -20,10 +20,14 @@ from hintloop.replay.ingest.report import Report
 from hintloop.replay.ingest.trace import Message, ToolResult, Trace, Usage
 from hintloop.replay.ingest.values import arguments_of, dict_of, integer_of, list_of, text_of, unix_time
 
-_SILENT_ACTIONS = frozenset(["recall", "change_agent_state", "condensation_request", "start", "stop", "pause", "resume"])
+_SILENT_ACTIONS = frozenset(
+    ["recall", "change_agent_state", "condensation_request", "start", "stop", "pause", "resume"]
+)
 """Actions of the tool itself, which the model has not called."""
 _SILENT = frozenset(["agent_state_changed", "null", "recall", "condense", "loop_detection", "loop_recovery"])
-_NOT_ARGUMENTS = frozenset(["thought", "security_risk", "confirmation_state", "is_confirmed", "hidden", "cwd"])
+_NOT_ARGUMENTS = frozenset(
+    ["thought", "security_risk", "confirmation_state", "is_confirmed", "hidden", "cwd"]
+)
 _CONDENSATION = "condensation"
 
 
@@ -137,9 +141,7 @@ class _Reader:
         elif action == "system":
             report.note("tool_definitions", int(bool(args.get("tools"))))
             drafts.say("system", text_of(args.get("content")), at, copied=copied)
-        elif action == "message" and event.get("source") != "agent":
-            drafts.say("user", text_of(args.get("content")), at, copied=copied)
-        elif action == "summary":
+        elif (action == "message" and event.get("source") != "agent") or action == "summary":
             drafts.say("user", text_of(args.get("content")), at, copied=copied)
         else:
             self._act(drafts, event, action, args, copied)
@@ -150,9 +152,7 @@ class _Reader:
         own = text_of(response.get("id"))
         draft = drafts.last
         if draft is None or draft.role != "assistant" or not own or own != self._response:
-            draft = drafts.add(
-                Draft("assistant", timestamp=unix_time(event.get("timestamp")), copied=copied)
-            )
+            draft = drafts.add(Draft("assistant", timestamp=unix_time(event.get("timestamp")), copied=copied))
             draft.model = text_of(response.get("model")) or self._model
             usage = dict_of(response.get("usage"))
             counts = [integer_of(usage.get(name)) or 0 for name in ("prompt_tokens", "completion_tokens")]
@@ -197,7 +197,9 @@ def _condensed(view: list[tuple[Record, bool]], args: dict[str, Any]) -> list[tu
     kept = []
     for event, _ in view:
         event_id = event.get("id")
-        in_range = type(event_id) is int and first is not None and last is not None and first <= event_id <= last
+        in_range = (
+            type(event_id) is int and first is not None and last is not None and first <= event_id <= last
+        )
         if not in_range and not (isinstance(event_id, (int, str)) and event_id in gone):
             kept.append((event, True))
     offset = integer_of(args.get("summary_offset"))

@@ -19,7 +19,7 @@ from hintloop.replay.ingest.drafts import Draft, Drafts
 from hintloop.replay.ingest.head import Head
 from hintloop.replay.ingest.lines import Record, dumps
 from hintloop.replay.ingest.report import Report
-from hintloop.replay.ingest.terminal import without_prompt, went_wrong
+from hintloop.replay.ingest.terminal import went_wrong, without_prompt
 from hintloop.replay.ingest.trace import Failure, Message, ToolResult, Trace
 from hintloop.replay.ingest.values import dict_of, list_of, seconds_of, text_of
 

@@ -42,7 +42,9 @@ class ToolResult:
     refused: bool = False
     """A person, a hook or a policy did not let the call run, or stopped it."""
     failure: Failure | None = None
-    """The recording's own verdict, which then stands; None where it is to be told from the rest."""
+    """The recording's own verdict."""
+    judged: bool = False
+    """The recording's verdict stands, also where it is that nothing failed; else it is told from the rest."""
 
 
 @dataclass(frozen=True, slots=True)

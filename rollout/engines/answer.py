@@ -11,7 +11,6 @@ import asyncio
 import json
 import math
 import time
-from collections import deque
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -50,12 +49,16 @@ class Standing:
 
     version: int | None = None
     """What it samples from, once verified; None while that is not known or changes."""
+    name: str = ""
+    """What the server calls these weights."""
     epoch: int = 0
     """Number of the period in which the weights cannot have changed without our doing."""
     confirmed_at: float = -math.inf
     """Start of the last look that found the version in place; monotonic seconds."""
-    _verified: deque[int] = field(default_factory=lambda: deque(maxlen=REMEMBERED))
-    _failed: dict[int, int] = field(default_factory=dict)
+    _verified: dict[str, int] = field(default_factory=dict)
+    """Name of checked weights -> their version."""
+    _failed: dict[str, int] = field(default_factory=dict)
+    """Name -> the last epoch in which weights of that name were something else."""
     _settled: asyncio.Event = field(default_factory=asyncio.Event)
 
     def begin(self) -> None:
@@ -64,18 +67,16 @@ class Standing:
         self.epoch += 1
         self._settled.clear()
 
-    def admit(self, version: int) -> None:
-        """The weights in place are those of ``version``, checked."""
-        self.version = version
-        self._verified.append(version)
+    def admit(self, version: int, name: str) -> None:
+        """The weights in place, called ``name``, are those of ``version``; they were checked."""
+        self.version, self.name = version, name
+        _remember(self._verified, name, version)
         self._settled.set()
 
-    def refuse(self, version: int) -> None:
-        """What is called ``version`` there is something else; nothing of it counts."""
+    def refuse(self, name: str) -> None:
+        """What is called ``name`` there is something else; nothing of it counts."""
         self.version = None
-        self._failed[version] = self.epoch
-        while len(self._failed) > REMEMBERED:
-            self._failed.pop(next(iter(self._failed)))
+        _remember(self._failed, name, self.epoch)
         self._settled.set()
 
     def lose(self) -> None:
@@ -84,19 +85,24 @@ class Standing:
         self.epoch += 1
         self._settled.set()
 
-    async def trusted(self, versions: Sequence[int | None], epoch: int) -> int:
-        """How many of the first tokens count, for a request of ``epoch``; waits for a check that goes on."""
-        count = self._trusted(versions, epoch)
-        if count < len(versions) and not self._settled.is_set():
-            await self._settled.wait()
-            count = self._trusted(versions, epoch)
-        return count
+    async def trusted(self, names: Sequence[str], epoch: int) -> list[int]:
+        """The versions of the first tokens, as far as these count, for a request of ``epoch``.
 
-    def _trusted(self, versions: Sequence[int | None], epoch: int) -> int:
-        for place, version in enumerate(versions):
-            if version is None or version not in self._verified or self._failed.get(version, -1) >= epoch:
-                return place
-        return len(versions)
+        Waits for a check that goes on.
+        """
+        versions = self._trusted(names, epoch)
+        if len(versions) < len(names) and not self._settled.is_set():
+            await self._settled.wait()
+            versions = self._trusted(names, epoch)
+        return versions
+
+    def _trusted(self, names: Sequence[str], epoch: int) -> list[int]:
+        versions = []
+        for name in names:
+            if name not in self._verified or self._failed.get(name, -1) >= epoch:
+                break
+            versions.append(self._verified[name])
+        return versions
 
 
 class Stream:
@@ -109,21 +115,24 @@ class Stream:
         self._epoch, self._version = standing.epoch, standing.version
         self._ids: list[int] = []
         self._logprobs: list[float] = []
-        self._versions: list[int | None] = []
+        self._names: list[str] = []
         self._reason = ""
         self._first_at = math.inf
         self._certain = 0
 
     def add(self, event: Any) -> None:
         """Take in one piece. Raises ``BadAnswer``."""
+        if isinstance(event, dict) and "error" in event:
+            raise BadAnswer(f"the server says: {str(event['error'])[:MAX_ERROR_CHARS]}")
         try:
-            if "error" in event:
-                raise BadAnswer(f"the server says: {str(event['error'])[:MAX_ERROR_CHARS]}")
             for choice in event["choices"]:
                 self._add_tokens(choice["token_ids"] or [], (choice["logprobs"] or {}).get("content") or [])
                 if choice["finish_reason"] is not None:
                     self._end(choice["finish_reason"], choice["weight_versions"] or [])
-        except (KeyError, TypeError, AttributeError, ValueError) as error:
+        except (BadAnswer, KeyError, TypeError, AttributeError, ValueError) as error:
+            self._ids, self._logprobs, self._certain = [], [], 0  # who errs once is believed nothing
+            if isinstance(error, BadAnswer):
+                raise
             raise BadAnswer(f"an answer that cannot be read: {error!r}") from error
         self._mark()
 
@@ -131,19 +140,20 @@ class Stream:
         """What can be used of it; ``problem`` is what happened if it is not complete."""
         if not self._reason:
             self._mark()
-            return self._cut(self._certain, [self._version] * self._certain, problem, gone=gone)
-        count = await self._standing.trusted(self._versions, self._epoch)
-        if count < len(self._ids):
-            problem = f"tokens of weights that were not verified there: {self._versions[count]}"
-            return self._cut(count, self._versions, problem, gone=True)
+            known = [] if self._version is None else [self._version] * self._certain
+            return self._first(known, problem, gone=gone)
+        versions = await self._standing.trusted(self._names, self._epoch)
+        if len(versions) < len(self._ids):
+            name = self._names[len(versions)]
+            return self._first(versions, f"tokens of weights that were not verified there: {name}", gone=True)
         if self._reason not in ("stop", "length"):
-            return self._cut(count, self._versions, f"it ended the request ({self._reason})", gone=False)
-        return replace(self._cut(count, self._versions, "", gone=False), finish_reason=self._reason)
+            return self._first(versions, f"it ended the request ({self._reason})", gone=False)
+        return replace(self._first(versions, "", gone=False), finish_reason=self._reason)
 
-    def _cut(self, count: int, versions: Sequence[int | None], problem: str, *, gone: bool) -> Piece:
-        known = tuple(version for version in versions[:count] if version is not None)
-        assert len(known) == count
-        return Piece(tuple(self._ids[:count]), tuple(self._logprobs[:count]), known, "", problem, gone)
+    def _first(self, versions: Sequence[int], problem: str, *, gone: bool) -> Piece:
+        """As many tokens as there are versions."""
+        ids, logprobs = self._ids[: len(versions)], self._logprobs[: len(versions)]
+        return Piece(tuple(ids), tuple(logprobs), tuple(versions), "", problem, gone)
 
     def _add_tokens(self, ids: Sequence[int], content: Sequence[dict[str, Any]]) -> None:
         if [entry["token_id"] for entry in content] != list(ids):
@@ -158,11 +168,11 @@ class Stream:
 
     def _end(self, reason: str, spans: Sequence[dict[str, Any]]) -> None:
         for span in spans:
-            if span["start"] != len(self._versions):
+            if span["start"] != len(self._names):
                 raise BadAnswer(f"spans of weight versions with gaps: {spans}")
-            self._versions += [version_of(span["version"])] * (span["end"] - span["start"])
-        if len(self._versions) != len(self._ids) or len(self._ids) > self._limit:
-            raise BadAnswer(f"{len(self._ids)} tokens of {self._limit}, {len(self._versions)} with a version")
+            self._names += [str(span["version"])] * (span["end"] - span["start"])
+        if len(self._names) != len(self._ids) or len(self._ids) > self._limit:
+            raise BadAnswer(f"{len(self._ids)} tokens of {self._limit}, {len(self._names)} with a version")
         stopped = bool(self._ids) and self._ids[-1] in self._stop_ids
         if (reason == "stop") != stopped or (reason == "length" and not self._ids):
             raise BadAnswer(f"it says {reason!r}, but the last token is {self._ids[-1:]}")
@@ -172,7 +182,7 @@ class Stream:
         """Note how much is certainly of the version that the request began with."""
         standing = self._standing
         if standing.epoch == self._epoch and self._first_at <= standing.confirmed_at:
-            self._certain = len(self._ids) if self._version is not None else 0
+            self._certain = len(self._ids)
 
 
 async def events(response: httpx.Response) -> AsyncIterator[Any]:
@@ -193,6 +203,9 @@ async def events(response: httpx.Response) -> AsyncIterator[Any]:
             yield parsed
 
 
-def version_of(name: str) -> int | None:
-    """The version that weights are called by; None for those that a server was started with."""
-    return int(name) if name.isdecimal() else None
+def _remember(known: dict[str, int], name: str, value: int) -> None:
+    """Set an entry, and drop the oldest ones."""
+    known.pop(name, None)
+    known[name] = value
+    while len(known) > REMEMBERED:
+        known.pop(next(iter(known)))

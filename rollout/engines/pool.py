@@ -21,13 +21,12 @@ import httpx
 import structlog
 
 from hintloop.agent.engine import EngineError, Sample, Sampling
-from hintloop.replay.weights import MANIFEST, Manifest
 from hintloop.rollout.engines.answer import Piece
-from hintloop.rollout.engines.publish import FetchFailed, bring_up, confirm
+from hintloop.rollout.engines.publish import FetchFailed, Release, bring_up, confirm
 from hintloop.rollout.engines.turn import TurnCounts, sample_turn
 from hintloop.rollout.engines.vllm import Patience, ServerError, VllmServer
 from hintloop.rollout.engines.wire import LeanTransport
-from hintloop.rollout.weights import PROBE_TOLERANCE, Fetched, WeightsRefused
+from hintloop.rollout.weights import PROBE_TOLERANCE, WeightsRefused
 
 AFFINITY_SLACK = 8
 """An episode changes servers when its own has so many requests more than the one with the fewest."""
@@ -97,7 +96,7 @@ class Pool:
         self._client = httpx.AsyncClient(transport=transport, timeout=None, trust_env=False)
         self._members: dict[str, _Member] = {}
         self._homes: OrderedDict[str, _Member] = OrderedDict()
-        self._release: Fetched | None = None
+        self._release: Release | None = None
         self._following: asyncio.Task[None] | None = None
         self._moved = asyncio.Event()
         self._closed = False
@@ -125,9 +124,11 @@ class Pool:
         Returns when every server in the pool has it, and one at least. Raises ``WeightsRefused`` when the
         servers do not reproduce its probe, and ``EngineError`` when none has it in time.
         """
-        manifest = Manifest.from_json((folder / MANIFEST).read_bytes())
-        self._release = Fetched(version, folder, False, manifest.metadata)
+        release = Release.of(folder, self._weights_uri)
+        if release.version != version:
+            raise ValueError(f"{folder} holds version {release.version}, not {version}")
         self._start()
+        self._release = release
         for member in self._members.values():
             member.refusals = 0
             member.wake.set()
@@ -284,7 +285,6 @@ class Pool:
         await bring_up(
             server,
             release,
-            self._weights_uri,
             swap=partial(self._swap, member),
             tolerance=self._tolerance,
             patience=self._patience,

@@ -10,8 +10,8 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -183,7 +183,7 @@ class SimEngine:
         answer: dict[str, Any] = getattr(self.worker, method)(**kwargs)
         return answer
 
-    async def generate(self, ask: Ask, fault: Fault | None) -> AsyncIterator[Answer]:
+    async def generate(self, ask: Ask, fault: Fault | None) -> AsyncGenerator[Answer, None]:
         """Yield the growing answer, the last time with its ``finish_reason``. Raises ``Dropped``."""
         life, answer = self.restarts, Answer()
         with self._admitted(ask, answer):
@@ -194,12 +194,15 @@ class SimEngine:
                 self.waiting -= 1
             try:
                 await asyncio.sleep(self.plan.prompt_ms / 1e3 + _seconds(fault, "slow"))
-                async for _ in self._sample(ask, answer, fault, life):
-                    yield answer
+                async with aclosing(self._sample(ask, answer, fault, life)) as steps:
+                    async for _ in steps:
+                        yield answer
             finally:
                 self._slots.release()
 
-    async def _sample(self, ask: Ask, answer: Answer, fault: Fault | None, life: int) -> AsyncIterator[None]:
+    async def _sample(
+        self, ask: Ask, answer: Answer, fault: Fault | None, life: int
+    ) -> AsyncGenerator[None, None]:
         context = context_of(ask.token_ids)
         own = ask.request_id if ask.seed is None else ask.seed
         seed = 0 if ask.greedy else hash_of(f"{self._seed}:{own}")

@@ -153,15 +153,16 @@ async def _gone(receive: Receive) -> None:
 
 async def _events(engine: SimEngine, ask: Ask, fault: Fault | None) -> AsyncGenerator[str, None]:
     sent = 0
-    async for answer in engine.generate(ask, fault):
-        chunk = {
-            "request_id": f"generate-tokens-{ask.request_id}",
-            "usage": None,
-            "output_mode": "tokens",
-            "choices": [_choice(answer, sent)],
-        }
-        sent = len(answer.token_ids)
-        yield f"data: {json.dumps(chunk)}\n\n"
+    async with contextlib.aclosing(engine.generate(ask, fault)) as answers:
+        async for answer in answers:
+            chunk = {
+                "request_id": f"generate-tokens-{ask.request_id}",
+                "usage": None,
+                "output_mode": "tokens",
+                "choices": [_choice(answer, sent)],
+            }
+            sent = len(answer.token_ids)
+            yield f"data: {json.dumps(chunk)}\n\n"
     yield "data: [DONE]\n\n"
 
 

@@ -24,7 +24,6 @@ from hintloop.rollout.engines.answer import (
     Standing,
     Stream,
     events,
-    version_of,
 )
 
 GENERATE = "/inference/v1/generate"
@@ -157,14 +156,13 @@ class VllmServer:
                 f"--logprobs-mode {LOGPROBS_MODE}"
             )
 
-    async def label(self) -> int | None:
-        """The version whose weights are in place by name; None for those that the server was started with."""
-        name = str((await self._control("GET", "/weight_info")).get("weight_version"))
-        return version_of(name)
+    async def weights_name(self) -> str:
+        """What the weights in place are called; those that the server was started with, ``default``."""
+        return str((await self._control("GET", "/weight_info")).get("weight_version"))
 
-    async def name_weights(self, version: int) -> None:
+    async def name_weights(self, name: str) -> None:
         """Name the weights in place; exact while generation is paused."""
-        await self._control("POST", "/update_weight_version", json={"new_version": str(version)})
+        await self._control("POST", "/update_weight_version", json={"new_version": name})
 
     async def pause(self) -> None:
         """Freeze what is running, and forget what older weights cached."""

@@ -61,10 +61,10 @@ class World:
     def __post_init__(self) -> None:
         self.store = WeightStore(self.folder / "weights")
 
-    def publish(self, version: int, *, probe_shift: float = 0.0) -> None:
+    def publish(self, version: int, *, scale: float = 1.0) -> None:
         made = self.folder / "made"
         made.mkdir(exist_ok=True)
-        save_file({"weight": np.full((8, 8), version, np.float32)}, made / "model.safetensors")
+        save_file({"weight": np.full((8, 8), scale * (1 + version), np.float32)}, made / "model.safetensors")
         (made / "config.json").write_text(json.dumps({"vocab_size": 90}))
         probe = {"token_ids": [1, 2, 3], "logprobs": [-1.0 - version, -2.0]}
         self.store.publish(version, made, metadata={"probe": probe})
@@ -338,6 +338,25 @@ def test_a_server_that_somebody_left_paused_goes_on(world: World) -> None:
             second = Pool(world.urls, weights_uri=world.store.uri, stop_ids=[STOP], patience=QUICK)
             await second.load_weights(world.fetched(0), 0)
             assert (await sample(second, 20)).token_ids == world.greedy(20)
+            await second.close()
+
+    asyncio.run(run())
+
+
+def test_a_server_of_another_run_is_given_the_weights_of_this_one(world: World) -> None:
+    """Both have a version 0, and it is not the same."""
+
+    async def run() -> None:
+        async with world.pool(NEVER_STOPS) as first:
+            await first.close()
+            other = World(world.folder / "other", world.engines, world.urls)
+            other.folder.mkdir()
+            other.publish(0, scale=2.0)
+            second = Pool(world.urls, weights_uri=other.store.uri, stop_ids=[STOP], patience=QUICK)
+            await second.load_weights(other.fetched(0), 0)
+            found = await sample(second, 20)
+            assert found.token_ids == other.greedy(20) != world.greedy(20)
+            other.check(found)
             await second.close()
 
     asyncio.run(run())

@@ -136,7 +136,7 @@ def standing(*versions: int) -> Standing:
     made = Standing()
     for version in versions:
         made.begin()
-        made.admit(version)
+        made.admit(version, str(version))
     return made
 
 
@@ -182,9 +182,9 @@ def test_tokens_of_weights_that_failed_their_check_never_count() -> None:
     server = standing(3)
     old = Stream(server, 9, frozenset())
     server.begin()
-    server.refuse(4)
+    server.refuse("4")
     server.begin()
-    server.admit(4)
+    server.admit(4, "4")
     new = Stream(server, 9, frozenset())
     for stream in (old, new):
         stream.add(chunk([1, 2, 3], "length", [span("3", 0, 1), span("4", 1, 3)]))
@@ -202,7 +202,7 @@ def test_an_answer_waits_for_the_check_of_its_weights() -> None:
         waiting = asyncio.create_task(stream.piece("", gone=False))
         await asyncio.sleep(0.01)
         assert not waiting.done()
-        server.admit(4)
+        server.admit(4, "4")
         assert (await waiting).versions == (3, 4)
 
     asyncio.run(whole())
@@ -220,3 +220,15 @@ def test_a_cut_answer_counts_as_far_as_the_server_was_seen_with_the_version() ->
         piece = asyncio.run(stream.piece("cut", gone=True))
         assert (piece.token_ids, piece.versions) == (kept, (3,) * len(kept))
         assert (piece.problem, piece.gone, piece.finish_reason) == ("cut", True, "")
+
+
+def test_a_server_that_errs_once_is_believed_nothing() -> None:
+    """Unlike one that says that it failed: what it sampled before stands."""
+    for event, kept in (({"error": "the engine is dead"}, (1,)), (chunk([2], "stop", []), ())):
+        server = standing(3)
+        stream = Stream(server, 9, frozenset())
+        stream.add(chunk([1]))
+        server.confirmed_at = float("inf")
+        with pytest.raises(BadAnswer):
+            stream.add(event)
+        assert asyncio.run(stream.piece("broken", gone=True)).token_ids == kept

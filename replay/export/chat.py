@@ -1,0 +1,65 @@
+"""The turns of an episode as chat messages."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from hintloop.replay.episode import Episode, Turn
+
+ChatMessage = dict[str, Any]
+
+
+def messages_of(episode: Episode) -> list[ChatMessage | None]:
+    """A message for each turn; None for the turn of a call that got no result.
+
+    Text with tokens is what the model wrote, with its calls inside of it. In a recording the calls stand in the
+    tool turns, and become ``tool_calls``; arguments that are no object become one with the field ``input``.
+    """
+    recorded = not episode.token_ids
+    found: list[ChatMessage | None] = []
+    for number, turn in enumerate(episode.turns):
+        if turn.role == "tool" and recorded and turn.tool_name and turn.error_message is not None:
+            found.append(None)
+            continue
+        message: ChatMessage = {"role": turn.role, "content": turn.text}
+        if turn.role == "assistant" and recorded and (calls := _calls(episode.turns, number)):
+            message["tool_calls"] = calls
+        elif turn.role == "tool" and turn.tool_name:
+            message["name"] = turn.tool_name
+        found.append(message)
+    return found
+
+
+def answers_to(turns: Sequence[Turn], number: int) -> Sequence[Turn]:
+    """The tool turns behind an assistant turn."""
+    end = number + 1
+    while end < len(turns) and turns[end].role == "tool":
+        end += 1
+    return turns[number + 1 : end]
+
+
+def arguments_object(text: str | None) -> dict[str, Any]:
+    """Arguments of a call as an object; what is no JSON object is its field ``input``."""
+    try:
+        value = json.loads(text, parse_constant=_refuse) if text else {}
+    except (ValueError, RecursionError):
+        value = text
+    return value if isinstance(value, dict) else {"input": value}
+
+
+def _refuse(name: str) -> None:
+    """NaN and infinity are not JSON, though Python reads them."""
+    raise ValueError(name)
+
+
+def _calls(turns: Sequence[Turn], number: int) -> list[dict[str, Any]]:
+    return [
+        {
+            "type": "function",
+            "function": {"name": turn.tool_name, "arguments": arguments_object(turn.tool_arguments)},
+        }
+        for turn in answers_to(turns, number)
+        if turn.tool_name
+    ]
