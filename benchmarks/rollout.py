@@ -2,7 +2,9 @@
 
     python benchmarks/rollout.py [--rounds 8]
 
-``overhead``: time of a turn at the caller beyond the time that the server took for it, by turns in flight.
+``overhead``: time of a turn through the pool beyond the time that the server took to sample it, by turns in flight;
+``bare`` is the same for the least that a client can do (bytes over a socket, nothing parsed), so the difference
+is what the pool costs.
 ``publish``: time to bring servers to a new version whose load takes no time, for each server.
 ``recovery``: after SIGKILL of one of two servers, the longest turn of those that were running, and the time from
 its restart until it is back at the newest version.
@@ -22,7 +24,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +37,7 @@ from hintloop.agent.engine import Sampling
 from hintloop.replay.weights import WeightStore
 from hintloop.rollout.engines.pool import Pool
 from hintloop.rollout.engines.sim_plan import Plan
-from hintloop.rollout.engines.vllm import Patience
+from hintloop.rollout.engines.vllm import GENERATE, Patience
 from hintloop.rollout.vllm_extension import CACHE
 
 STOP = 999
@@ -117,7 +119,39 @@ async def all_at(pool: Pool, version: int) -> None:
             await asyncio.sleep(0.002)
 
 
-async def overhead(pool: Pool, url: str, in_flight: int, rounds: int) -> dict[str, float]:
+Ask = Callable[[int, list[int], int], Awaitable[object]]
+"""(number, prompt, tokens) -> when the turn is complete."""
+
+
+def pooled(pool: Pool) -> Ask:
+    """Through the pool."""
+
+    async def ask(number: int, prompt: list[int], tokens: int) -> object:
+        return await pool.generate(prompt, Sampling(1.0, tokens), session=str(number))
+
+    return ask
+
+
+def bare(url: str) -> Ask:
+    """The same request over a kept connection; its answer is read and thrown away."""
+    host, _, port = url.removeprefix("http://").rpartition(":")
+    idle: list[tuple[asyncio.StreamReader, asyncio.StreamWriter]] = []
+
+    async def ask(number: int, prompt: list[int], tokens: int) -> object:
+        reader, writer = idle.pop() if idle else await asyncio.open_connection(host, int(port), limit=1 << 22)
+        params = {"max_tokens": tokens, "stop_token_ids": [STOP], "logprobs": 0}
+        body = {"request_id": str(number), "token_ids": prompt, "stream": True, "sampling_params": params}
+        data = json.dumps(body).encode()
+        head = f"POST {GENERATE} HTTP/1.1\r\nHost: {host}\r\nContent-Length: {len(data)}\r\n\r\n"
+        writer.write(head.encode() + data)
+        await reader.readuntil(b"\r\n0\r\n\r\n")
+        idle.append((reader, writer))
+        return None
+
+    return ask
+
+
+async def overhead(ask: Ask, url: str, in_flight: int, rounds: int) -> dict[str, float]:
     """Turns in a closed loop; each has a prompt length of its own, by which the server's time is found."""
     took: dict[int, float] = {}
     numbers = iter(range(in_flight * rounds))
@@ -128,7 +162,7 @@ async def overhead(pool: Pool, url: str, in_flight: int, rounds: int) -> dict[st
         for number in numbers:
             prompt = [number % 900] * (100 + number)
             started = time.monotonic()
-            await pool.generate(prompt, Sampling(1.0, rng.randint(*TOKENS)), session=str(number))
+            await ask(number, prompt, rng.randint(*TOKENS))
             took[len(prompt)] = time.monotonic() - started
 
     started, cpu = time.monotonic(), time.process_time()
@@ -208,7 +242,8 @@ async def measure(folder: Path, in_flight: Sequence[int], rounds: int) -> None:
 
     async with pool_on(PLAN) as (pool, _, urls):
         for number in in_flight:
-            show("overhead", {"in_flight": number, **await overhead(pool, urls[0], number, rounds)})
+            for name, ask in (("overhead", pooled(pool)), ("bare", bare(urls[0]))):
+                show(name, {"in_flight": number, **await overhead(ask, urls[0], number, rounds)})
     for count in (1, 4):
         async with pool_on(*[AT_ONCE] * count) as (pool, _, _):
             show("publish", {"servers": count, **await publish(pool, weights, rounds)})

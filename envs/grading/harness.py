@@ -160,10 +160,13 @@ def _load(path: str, function: str) -> Callable[..., Any]:
 
 
 def _raised(text: str) -> BaseException:
-    """The exception of an error's text; one that is not Python's own becomes a plain ``Exception`` of that name."""
+    """The exception of an error's text; one that is not Python's own becomes a plain ``Exception`` of that name.
+
+    So does one that would end a loop of the check: ``all(map(f, ...))`` must not hold because ``f`` stops it.
+    """
     name, _, message = text.partition(": ")
     kind = getattr(builtins, name, None)
-    if not isinstance(kind, type):
+    if not isinstance(kind, type) or name in ("StopIteration", "StopAsyncIteration"):
         kind = type(name, (Exception,), {})
     if not issubclass(kind, Exception):
         return _NoAnswer(text)

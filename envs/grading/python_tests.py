@@ -1,14 +1,22 @@
-"""Python tests with other expectations: the literals that they compare with are replaced in place.
+"""Where Python tests say what they expect, and other literals that could stand there.
 
-All else of the text stays as it is, byte for byte, so that code which looks at the tests cannot tell which they are.
+Nothing else of a file's text changes, and what comes in looks like what was there: as a rule it is what another test
+of the file expects. So code that looks at the tests cannot tell the altered ones from the rest.
 """
 
 from __future__ import annotations
 
 import ast
+import builtins
 import random
 import string
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+
+from hintloop.envs.grading.bindings import bindings, is_literal, name_of, picked, root_of
+
+Span = tuple[int, int]
+Way = dict[Span, str]
+"""Start and end in the text -> what goes there: one way to make a test expect something else."""
 
 _OPPOSITES = {
     "assertTrue": "assertFalse",
@@ -31,35 +39,20 @@ _EQUAL = {
     "assert_almost_equal",
 }
 _RAISES = {"raises", "assertRaises", "assertRaisesRegex"}
-_WRAPPERS = {
-    "approx",
-    "set",
-    "frozenset",
-    "list",
-    "tuple",
-    "dict",
-    "Decimal",
-    "Fraction",
-    "bytes",
-    "complex",
-    "param",
-}
-"""Calls of these with literals are literals."""
+_ERRORS = ("ValueError", "TypeError", "KeyError", "IndexError", "ZeroDivisionError")
 _ALIKE = (string.digits, string.ascii_lowercase, string.ascii_uppercase)
 _TRIES = 16
 
-Bindings = dict[str, list[ast.expr]]
-"""Name -> the literals that it stands for, somewhere in the file."""
 
+def ways(text: str, rng: random.Random, *, alike: bool = True) -> list[list[Way]]:
+    """For each test of a file the ways to alter it; a row of a table of cases counts as a test of its own.
 
-def altered(text: str, rng: random.Random) -> str:
-    """A test file that expects other results; the text itself when it has no expectation that can be altered."""
+    ``alike``: what comes in is, if possible, what another test expects. Empty for a file that is not Python.
+    """
     try:
-        made = _Alteration(text, rng).apply()
-        ast.parse(made)
+        return _Expectations(text, rng).ways(alike)
     except (SyntaxError, ValueError, RecursionError):
-        return text
-    return made
+        return []
 
 
 def other_text(text: str, rng: random.Random) -> str:
@@ -72,99 +65,156 @@ def other_text(text: str, rng: random.Random) -> str:
     return text[:place] + rng.choice(kind.replace(text[place], "")) + text[place + 1 :]
 
 
-class _Alteration:
-    """One file, and what is to be replaced in it."""
+_Change = tuple[Span, ast.expr | str]
+"""A place, and what goes there: a text, or another literal than this."""
+
+
+class _Expectations:
+    """What the tests of one file expect."""
 
     def __init__(self, text: str, rng: random.Random):
         self._rng = rng
-        self._data = text.encode()
-        self._edits: dict[tuple[int, int], str] = {}
-        """Start and end in the encoded text -> what goes there."""
+        self._source = text
+        self._lines = text.encode().splitlines(keepends=True)
         self._starts = [0]
-        for line in self._data.splitlines(keepends=True):
-            self._starts.append(self._starts[-1] + len(line))
+        for line in self._lines:
+            self._starts.append(self._starts[-1] + len(line.decode()))
         tree = ast.parse(text)
-        self._bound = _bindings(tree)
+        self._bound = bindings(tree)
+        self._bodies = [self._body(node) for node in _functions(tree)]
+        self._found: dict[Span, list[list[_Change]]] = {}
         for node in ast.walk(tree):
             if isinstance(node, ast.Assert):
-                self._alter_assert(node.test)
+                self._take_assert(node.test)
             elif isinstance(node, ast.Call):
-                self._alter_call(node)
-        if not self._edits:
-            self._alter_comparisons(tree)
+                self._take_call(node)
+        if not self._found:
+            self._take_comparisons(tree)
 
-    def apply(self) -> str:
-        data = self._data
-        for (start, end), new in sorted(self._edits.items(), reverse=True):
-            data = data[:start] + new.encode() + data[end:]
-        return data.decode()
+    def ways(self, alike: bool) -> list[list[Way]]:
+        """See ``ways``."""
+        changes = [change for test in self._found.values() for way in test for change in way]
+        leaves = {span: node for span, node in changes if isinstance(node, ast.Constant)}
+        texts = [(self._text(node), node.value) for node in leaves.values()]
+        others = [(text, value) for text, value in texts if alike and "\n" not in text]
+        return [[self._way(way, others) for way in test] for test in self._found.values()]
 
-    def _alter_assert(self, test: ast.expr) -> None:
+    def _way(self, changes: list[_Change], others: Sequence[tuple[str, object]]) -> Way:
+        return {
+            span: new if isinstance(new, str) else _other_literal(new, self._text(new), others, self._rng)
+            for span, new in changes
+        }
+
+    def _take_assert(self, test: ast.expr) -> None:
         is_negated = isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not)
         compares = [] if is_negated else [node for node in ast.walk(test) if _operands(node)]
-        for compare in compares:
-            self._alter_operands(_operands(compare))
+        choices = [self._choices(_operands(node), _is_search(node)) for node in compares]
         if not compares:
-            self._wrap(test, "not (", ")")
+            self._add(test, self._wrapped(test, "not (", ")"))
+        elif len(choices) == 1:
+            for node, way in choices[0]:
+                self._add(node, way)
+        else:  # one of several may be enough for the assertion to hold
+            self._add(test, [change for found in choices if found for change in self._rng.choice(found)[1]])
 
-    def _alter_call(self, node: ast.Call) -> None:
-        name = _name(node.func)
+    def _take_call(self, node: ast.Call) -> None:
+        name = name_of(node.func)
         if name in _RAISES and node.args:
             raised = self._text(node.args[0])
-            self._edits[self._span(node.args[0])] = "BufferError" if raised != "BufferError" else "EOFError"
+            errors = [error for error in _ERRORS if error not in raised and not _covers(error, raised)]
+            self._add(node, [(self._span(node.args[0]), self._rng.choice(errors or ["EOFError"]))])
         elif name in _OPPOSITES:
             end = self._span(node.func)[1]
-            self._edits[end - len(name), end] = _OPPOSITES[name]
+            self._add(node, [((end - len(name), end), _OPPOSITES[name])])
         elif name in _EQUAL or (name.startswith("assert") and name.endswith("Equal")):
-            self._alter_operands(node.args[:2])
+            for place, way in self._choices(node.args[:2], name == "assertIn"):
+                self._add(place, way)
 
-    def _alter_comparisons(self, tree: ast.AST) -> None:
+    def _take_comparisons(self, tree: ast.AST) -> None:
         """In a script without assertions, whatever is compared with a literal."""
         for node in ast.walk(tree):
             names = {child.id for child in ast.walk(node) if isinstance(child, ast.Name)}
             if not names & {"__name__", "argv", "sys"}:
-                self._alter_leaves([operand for operand in _operands(node) if _is_literal(operand)])
+                literals = [operand for operand in _operands(node) if is_literal(operand)]
+                for place, way in self._leaf_ways(literals):
+                    self._add(place, way)
 
-    def _alter_operands(self, operands: list[ast.expr]) -> None:
-        """Alter the side that is the expectation: a literal, a name for one, what has one, else any value."""
-        literals = [operand for operand in operands if _is_literal(operand)]
+    def _choices(self, operands: list[ast.expr], search: bool) -> list[tuple[ast.expr, list[_Change]]]:
+        """Ways to alter the side that is the expectation: a literal, a name for one, what has one, else any value.
+
+        Of what is searched, every part is altered at once.
+        """
+        literals = [operand for operand in operands if is_literal(operand)]
         having = [operand for operand in reversed(operands) if any(_leaves(operand))]
-        chosen = literals or self._named(operands) or having[:1]
-        if chosen:
-            self._alter_leaves(chosen)
-        elif operands:
-            self._wrap(operands[-1], "[", "]")
+        found = self._leaf_ways(literals or self._named(operands) or having[:1])
+        if search and found:
+            return [(found[0][0], [change for _, way in found for change in way])]
+        if not found and operands:
+            return [(operands[-1], self._wrapped(operands[-1], "[", "]"))]
+        return found
 
     def _named(self, operands: list[ast.expr]) -> list[ast.expr]:
         """What names among the operands stand for, unless the same is an argument on the other side as well."""
         found: list[ast.expr] = []
         for operand in operands:
-            name = _root(operand)
+            name = root_of(operand)
             others = [node for other in operands if other is not operand for node in ast.walk(other)]
             if name and not any(ast.dump(node) == ast.dump(operand) for node in others):
-                found += [_picked(operand, value) for value in self._bound.get(name, ())]
+                found += [picked(operand, value) for value in self._bound.get(name, ())]
         return found
 
-    def _alter_leaves(self, values: list[ast.expr]) -> None:
-        for value in values:
-            for leaf in _leaves(value):
-                span = self._span(leaf)
-                if span not in self._edits:
-                    self._edits[span] = _other_literal(leaf, self._text(leaf), self._rng)
+    def _leaf_ways(self, values: list[ast.expr]) -> list[tuple[ast.expr, list[_Change]]]:
+        return [(value, [(self._span(leaf), leaf)]) for value in values for leaf in _leaves(value)]
 
-    def _wrap(self, node: ast.expr, before: str, after: str) -> None:
+    def _wrapped(self, node: ast.expr, before: str, after: str) -> list[_Change]:
         start, end = self._span(node)
-        self._edits |= {(start, start): before, (end, end): after}
+        return [((start, start), before), ((end, end), after)]
 
-    def _span(self, node: ast.expr) -> tuple[int, int]:
+    def _add(self, place: ast.expr, way: list[_Change]) -> None:
+        """Take a way to alter the test that ``place`` is in."""
+        start, end = self._span(place)
+        within = (body for body in self._bodies if body[0] <= start < body[1])
+        ways = self._found.setdefault(next(within, (start, end)), [])
+        if way and way not in ways:
+            ways.append(way)
+
+    def _body(self, function: ast.FunctionDef | ast.AsyncFunctionDef) -> Span:
+        last = function.body[-1]
+        assert last.end_lineno is not None
+        return self._starts[function.body[0].lineno - 1], self._starts[last.end_lineno]
+
+    def _span(self, node: ast.expr) -> Span:
         assert node.end_lineno is not None
         assert node.end_col_offset is not None
-        start = self._starts[node.lineno - 1] + node.col_offset
-        return start, self._starts[node.end_lineno - 1] + node.end_col_offset
+        return self._place(node.lineno, node.col_offset), self._place(node.end_lineno, node.end_col_offset)
+
+    def _place(self, line: int, column: int) -> int:
+        return self._starts[line - 1] + len(self._lines[line - 1][:column].decode())
 
     def _text(self, node: ast.expr) -> str:
         start, end = self._span(node)
-        return self._data[start:end].decode()
+        return self._source[start:end]
+
+
+def _functions(tree: ast.Module) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
+    """Those of a module and of its classes, but not those within others."""
+    nodes: list[ast.stmt] = list(tree.body)
+    while nodes:
+        node = nodes.pop()
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            yield node
+        elif isinstance(node, ast.ClassDef):
+            nodes += node.body
+
+
+def _covers(error: str, raised: str) -> bool:
+    """Whether who expects ``error`` is content with ``raised`` too, as far as both are Python's own."""
+    kind, other = getattr(builtins, error), getattr(builtins, raised, None)
+    return isinstance(other, type) and issubclass(other, kind)
+
+
+def _is_search(node: ast.AST) -> bool:
+    return isinstance(node, ast.Compare) and any(isinstance(operator, ast.In) for operator in node.ops)
 
 
 def _operands(node: ast.AST) -> list[ast.expr]:
@@ -173,44 +223,6 @@ def _operands(node: ast.AST) -> list[ast.expr]:
         return []
     expects = all(isinstance(operator, ast.Eq | ast.Is | ast.In) for operator in node.ops)
     return [node.left, *node.comparators] if expects else []
-
-
-def _name(function: ast.expr) -> str:
-    if isinstance(function, ast.Attribute):
-        return function.attr
-    return function.id if isinstance(function, ast.Name) else ""
-
-
-def _root(node: ast.expr) -> str:
-    """The variable that ``x``, ``x[0]`` or ``x.y`` begins with."""
-    while isinstance(node, ast.Subscript | ast.Attribute):
-        node = node.value
-    return node.id if isinstance(node, ast.Name) else ""
-
-
-def _picked(operand: ast.expr, value: ast.expr) -> ast.expr:
-    """The part of a literal that ``operand`` takes by a constant index; all of it when it does not."""
-    if isinstance(operand, ast.Subscript) and isinstance(operand.slice, ast.Constant):
-        wanted = operand.slice.value
-        if isinstance(value, ast.Dict):
-            for key, part in zip(value.keys, value.values, strict=True):
-                if isinstance(key, ast.Constant) and key.value == wanted:
-                    return part
-        elif isinstance(value, ast.List | ast.Tuple) and type(wanted) is int and wanted < len(value.elts):
-            return value.elts[wanted]
-    return value
-
-
-def _is_literal(node: ast.expr) -> bool:
-    """Whether it is data alone, or data in a call that only wraps it."""
-    if isinstance(node, ast.Call):
-        return _name(node.func) in _WRAPPERS and bool(node.args) and all(map(_is_literal, node.args))
-    if isinstance(node, ast.UnaryOp):
-        return not isinstance(node.op, ast.Not) and _is_literal(node.operand)
-    if isinstance(node, ast.Constant | ast.BinOp | ast.List | ast.Tuple | ast.Set | ast.Dict):
-        children = [child for child in ast.iter_child_nodes(node) if isinstance(child, ast.expr)]
-        return all(map(_is_literal, children))
-    return False
 
 
 def _leaves(node: ast.expr) -> Iterator[ast.expr]:
@@ -225,20 +237,28 @@ def _leaves(node: ast.expr) -> Iterator[ast.expr]:
             yield from _leaves(child)
 
 
-def _other_literal(node: ast.expr, text: str, rng: random.Random) -> str:
-    """Source of a value of the same kind, but another one."""
+def _other_literal(
+    node: ast.expr, text: str, others: Sequence[tuple[str, object]], rng: random.Random
+) -> str:
+    """Source of a value of the same kind, but another one: if possible one of ``others`` (source and value).
+
+    Without any, a number is one far off.
+    """
     if not isinstance(node, ast.Constant):
         return {ast.List: "[0]", ast.Tuple: "(0,)"}.get(type(node), "{0: 0}")
     value = node.value
     if isinstance(value, bool):
         return str(not value)
-    if isinstance(value, int):
-        return str(value + rng.randint(1, 3))
-    if isinstance(value, float | complex):
-        return repr(value + rng.randint(1, 3))
+    if value is None or value is ...:
+        return rng.choice([other for other, found in others if found is not value] or ["0"])
+    alike = [other for other, found in others if type(found) is type(value) and found != value]
+    if alike and (isinstance(value, str | bytes) or rng.random() < 0.5):
+        return rng.choice(alike)
     if isinstance(value, str | bytes):
         return _other_string(value, text, rng)
-    return "..." if value is None else "None"
+    step = rng.randint(1, 3) if others else rng.randint(1000, 9999)
+    is_large = not isinstance(value, complex) and value >= step
+    return repr(value - step if is_large and rng.random() < 0.5 else value + step)
 
 
 def _other_string(value: str | bytes, text: str, rng: random.Random) -> str:
@@ -251,69 +271,3 @@ def _other_string(value: str | bytes, text: str, rng: random.Random) -> str:
         except (SyntaxError, ValueError):  # it was part of an escape
             continue
     return repr(value + "x" if isinstance(value, str) else value + b"x")
-
-
-def _bindings(tree: ast.AST) -> Bindings:
-    """What names stand for by assignments, loops over literals, and parametrized tests."""
-    found: Bindings = {}
-    nodes = list(ast.walk(tree))
-    for node in nodes:
-        if isinstance(node, ast.Assign) and len(node.targets) == 1 and _is_literal(node.value):
-            _bind(node.targets[0], node.value, found)
-        elif isinstance(node, ast.AnnAssign) and node.value is not None and _is_literal(node.value):
-            _bind(node.target, node.value, found)
-    assigned = {name: list(values) for name, values in found.items()}
-    for node in nodes:
-        if isinstance(node, ast.For | ast.comprehension):
-            for row in _rows(node.iter, assigned):
-                _bind(node.target, row, found)
-        elif isinstance(node, ast.Call) and _name(node.func) == "parametrize" and len(node.args) > 1:
-            target = _parameters(node.args[0])
-            for row in _rows(node.args[1], assigned):
-                _bind(target, row, found)
-    return found
-
-
-def _bind(target: ast.expr, value: ast.expr, found: Bindings) -> None:
-    if isinstance(target, ast.Name):
-        found.setdefault(target.id, []).append(value)
-    elif isinstance(target, ast.Tuple | ast.List):
-        is_row = isinstance(value, ast.Call) and _name(value.func) == "param"
-        parts = value.args if isinstance(value, ast.Call) and is_row else getattr(value, "elts", [])
-        for part_target, part in zip(target.elts, parts, strict=False):
-            _bind(part_target, part, found)
-
-
-def _rows(values: ast.expr, assigned: Bindings) -> list[ast.expr]:
-    """What a loop over ``values`` goes through, as far as that is written in the file."""
-    if isinstance(values, ast.Name):
-        return [row for value in assigned.get(values.id, ()) for row in _rows(value, {})]
-    if (
-        isinstance(values, ast.Call)
-        and _name(values.func) == "items"
-        and isinstance(values.func, ast.Attribute)
-    ):
-        return _items(values.func.value, assigned)
-    return list(values.elts) if isinstance(values, ast.List | ast.Tuple | ast.Set) else []
-
-
-def _items(mapping: ast.expr, assigned: Bindings) -> list[ast.expr]:
-    found = [mapping] if isinstance(mapping, ast.Dict) else assigned.get(_root(mapping), [])
-    return [
-        ast.Tuple(elts=[key, value], ctx=ast.Load())
-        for each in found
-        if isinstance(each, ast.Dict)
-        for key, value in zip(each.keys, each.values, strict=True)
-        if key is not None
-    ]
-
-
-def _parameters(names: ast.expr) -> ast.expr:
-    """The argument names of a parametrized test, as the target of a loop."""
-    if isinstance(names, ast.List | ast.Tuple):
-        texts = [str(name.value) for name in names.elts if isinstance(name, ast.Constant)]
-    else:
-        texts = str(names.value).split(",") if isinstance(names, ast.Constant) else []
-    targets: list[ast.expr] = [ast.Name(id=text.strip(), ctx=ast.Store()) for text in texts]
-    is_single = len(targets) == 1 and isinstance(names, ast.Constant) and "," not in str(names.value)
-    return targets[0] if is_single else ast.Tuple(elts=targets, ctx=ast.Store())

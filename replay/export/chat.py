@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -43,15 +44,20 @@ def answers_to(turns: Sequence[Turn], number: int) -> Sequence[Turn]:
 def arguments_object(text: str | None) -> dict[str, Any]:
     """Arguments of a call as an object; what is no JSON object is its field ``input``."""
     try:
-        value = json.loads(text, parse_constant=_refuse) if text else {}
+        value = json.loads(text, parse_constant=_refuse, parse_float=_finite) if text else {}
     except (ValueError, RecursionError):
         value = text
     return value if isinstance(value, dict) else {"input": value}
 
 
-def _refuse(name: str) -> None:
+def _refuse(name: str) -> float:
     """NaN and infinity are not JSON, though Python reads them."""
     raise ValueError(name)
+
+
+def _finite(text: str) -> float:
+    value = float(text)
+    return value if math.isfinite(value) else _refuse(text)
 
 
 def _calls(turns: Sequence[Turn], number: int) -> list[dict[str, Any]]:

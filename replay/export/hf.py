@@ -27,35 +27,21 @@ BATCH_CHARS = 16 << 20
 """Rows are written once they hold this much text."""
 CARD = "README.md"
 
-_TEXT = {"dtype": "string", "_type": "Value"}
-_CALL = {"type": _TEXT, "function": {"name": _TEXT, "arguments": {"_type": "Json"}}}
-_MESSAGES = {
-    "feature": {
-        "role": _TEXT,
-        "content": _TEXT,
-        "name": _TEXT,
-        "tool_calls": {"feature": _CALL, "_type": "List"},
-    },
-    "_type": "List",
+SUBSETS = {
+    "sft": ["prompt", "completion"],
+    "preference": ["prompt", "chosen", "rejected"],
 }
-_ABOUT = {
-    **dict.fromkeys(["episode_id", "task_id", "source", "model", "outcome"], _TEXT),
-    "turn": {"dtype": "int32", "_type": "Value"},
-    "reward": {"dtype": "float64", "_type": "Value"},
-}
-FEATURES: dict[str, dict[str, Any]] = {
-    "sft": {"prompt": _MESSAGES, "completion": _MESSAGES, **_ABOUT},
-    "preference": {
-        "prompt": _MESSAGES,
-        "chosen": _MESSAGES,
-        "rejected": _MESSAGES,
-        **_ABOUT,
-        "verified": {"dtype": "bool", "_type": "Value"},
-        "agreed": {"dtype": "int32", "_type": "Value"},
-        "asked": {"dtype": "int32", "_type": "Value"},
-    },
-}
-"""The columns of each subset, as the ``datasets`` library writes down its features."""
+"""The columns that hold messages, by subset."""
+_ABOUT = [
+    ("episode_id", pa.string()),
+    ("task_id", pa.string()),
+    ("source", pa.string()),
+    ("model", pa.string()),
+    ("outcome", pa.string()),
+    ("turn", pa.int32()),
+    ("reward", pa.float64()),
+]
+_ABOUT_PAIR = [("verified", pa.bool_()), ("agreed", pa.int32()), ("asked", pa.int32())]
 
 Row = dict[str, Any]
 
@@ -65,10 +51,10 @@ def export_hf(segments: Iterable[Iterable[Episode]], folder: Path) -> Counter[st
 
     A folder that was exported to before gets the new rows in the place of the old ones. ``OSError``.
     """
-    counts: Counter[str] = Counter(dict.fromkeys(FEATURES, 0))
+    counts: Counter[str] = Counter(dict.fromkeys(SUBSETS, 0))
     folder.mkdir(parents=True, exist_ok=True)
     (folder / CARD).unlink(missing_ok=True)
-    tables = {name: _Table(folder / name / "train.parquet", name) for name in FEATURES}
+    tables = {name: _Table(folder / name / "train.parquet", name) for name in SUBSETS}
     try:
         for episode in (episode for episodes in segments for episode in episodes):
             for row in _sft_rows(episode, counts):
@@ -150,11 +136,9 @@ class _Table:
     """One Parquet file that grows under a temporary name."""
 
     def __init__(self, path: Path, name: str) -> None:
-        self._path, self._features = path, FEATURES[name]
-        self._schema = pa.schema(
-            [(column, _arrow_type(kind)) for column, kind in self._features.items()],
-            metadata={"huggingface": json.dumps({"info": {"features": self._features}})},
-        )
+        self._path = path
+        # Nothing builds nested JSON values, but text can be cast to them, and then the reader gets objects.
+        self._made, self._schema = (_schema(name, kind) for kind in (pa.string(), pa.json_()))
         self._writer: Any = None
         self._temporary = temporary_path(path)
         self._rows: list[Row] = []
@@ -192,26 +176,30 @@ class _Table:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             sweep_temporaries(self._path.parent, self._path.name)
             self._writer = pq.ParquetWriter(self._temporary, self._schema, compression="zstd")
-        self._writer.write_table(pa.Table.from_pylist(self._rows, schema=self._schema))
+        self._writer.write_table(pa.Table.from_pylist(self._rows, schema=self._made).cast(self._schema))
         self._written += len(self._rows)
         self._rows, self._chars = [], 0
 
 
-def _arrow_type(feature: dict[str, Any]) -> Any:
-    kind = feature.get("_type")
-    if kind == "List":
-        return pa.list_(_arrow_type(feature["feature"]))
-    if kind == "Json":
-        return pa.string()
-    if kind == "Value":
-        return {"bool": pa.bool_(), "int32": pa.int32(), "float64": pa.float64()}.get(
-            feature["dtype"], pa.string()
-        )
-    return pa.struct([(name, _arrow_type(part)) for name, part in feature.items()])
+def _schema(name: str, arguments: Any) -> Any:
+    """The columns of a subset. ``arguments`` is the type of what calls were given: no two need the same fields."""
+    call = pa.struct(
+        [("type", pa.string()), ("function", pa.struct([("name", pa.string()), ("arguments", arguments)]))]
+    )
+    message = pa.struct(
+        [
+            ("role", pa.string()),
+            ("content", pa.string()),
+            ("name", pa.string()),
+            ("tool_calls", pa.list_(call)),
+        ]
+    )
+    columns = [(column, pa.list_(message)) for column in SUBSETS[name]]
+    return pa.schema([*columns, *_ABOUT, *(_ABOUT_PAIR if name == "preference" else [])])
 
 
 def _stored(value: Any) -> Any:
-    """A cell as the file holds it: arguments, of which no two need the same fields, are JSON text."""
+    """A cell with the arguments of calls as JSON text."""
     if not isinstance(value, list):
         return value
     return [{**message, "tool_calls": _stored_calls(message.get("tool_calls"))} for message in value]
@@ -233,7 +221,7 @@ def _stored_calls(calls: list[dict[str, Any]] | None) -> list[dict[str, Any]] | 
 
 
 def _card(counts: Counter[str]) -> str:
-    found = [name for name in FEATURES if counts[name]]
+    found = [name for name in SUBSETS if counts[name]]
     header = ["---", "tags:", "- trl", "- agent-traces"]
     for name in found:
         header += [] if name != found[0] else ["configs:"]

@@ -17,7 +17,7 @@ from hintloop.replay.ingest.chat import content_text, tool_result
 from hintloop.replay.ingest.document import Unusable, converted, read_documents, records_of, share, values_of
 from hintloop.replay.ingest.drafts import Draft, Drafts
 from hintloop.replay.ingest.head import Head
-from hintloop.replay.ingest.lines import Record
+from hintloop.replay.ingest.lines import Record, parse
 from hintloop.replay.ingest.report import Report
 from hintloop.replay.ingest.trace import Failure, Grade, ToolResult, Trace, Usage
 from hintloop.replay.ingest.values import (
@@ -100,7 +100,7 @@ def _is_trajectory(value: Any) -> bool:
 
 
 def _is_step(value: Any) -> bool:
-    return isinstance(value, dict) and value.get("source") in _ROLES and "message" in value
+    return isinstance(value, dict) and text_of(value.get("source")) in _ROLES and "message" in value
 
 
 def _is_aside(step: Record) -> bool:
@@ -128,7 +128,7 @@ class _Reader:
     def read(self, steps: list[Record]) -> Any:
         for step in steps:
             content = step.get("message")
-            if step.get("source") not in _ROLES or not (content is None or isinstance(content, (str, list))):
+            if text_of(step.get("source")) not in _ROLES or not (content is None or isinstance(content, (str, list))):
                 self._report.skip("malformed_step")
                 continue
             self._drafts.taken += 1
@@ -159,9 +159,8 @@ class _Reader:
         draft.usage = Usage(*counts) if metrics else None
         self._report.note("token_ids", int(bool(metrics.get("completion_token_ids"))))
         for call in map(dict_of, list_of(step.get("tool_calls"))):
-            given = dict_of(dict_of(call.get("extra")).get(EXTRA)).get("arguments", call.get("arguments"))
             name = text_of(call.get("function_name"))
-            self._drafts.call(draft, text_of(call.get("tool_call_id")), name, arguments_of(given))
+            self._drafts.call(draft, text_of(call.get("tool_call_id")), name, _arguments(call))
         draft.failure = _failure(dict_of(dict_of(step.get("extra")).get(EXTRA)))
 
     def _result(self, draft: Draft, result: Record) -> None:
@@ -179,6 +178,14 @@ class _Reader:
         else:
             role = "tool" if own.get("role") == "tool" else "user"
             self._drafts.say(role, text, copied=draft.copied)
+
+
+def _arguments(call: Record) -> str:
+    """Arguments as JSON text; where an export of ours holds the very text, that one."""
+    text = dict_of(dict_of(call.get("extra")).get(EXTRA)).get("arguments")
+    if isinstance(text, str) and parse(text.encode("utf-8", "replace"))[1] != "broken":
+        return text
+    return arguments_of(call.get("arguments"))
 
 
 def _tool_result(text: str, extra: dict[str, Any], own: dict[str, Any]) -> ToolResult:

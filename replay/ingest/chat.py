@@ -33,7 +33,7 @@ _ERROR = re.compile(r"\s*(?:error|ERROR|Error)\b ?[:(]|\s*Traceback \(most recen
 
 def is_message(value: Any) -> bool:
     """Whether a value looks like a chat message."""
-    if not isinstance(value, dict) or value.get("role") not in ROLES:
+    if not isinstance(value, dict) or text_of(value.get("role")) not in ROLES:
         return False
     return "content" in value or "tool_calls" in value or "function_call" in value
 

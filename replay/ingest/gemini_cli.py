@@ -76,7 +76,7 @@ def _is_session(value: Record) -> bool:
 def _is_message(value: Any) -> bool:
     if not isinstance(value, dict) or any(name in value for name in _FOREIGN):
         return False
-    kind = value.get("type")
+    kind = text_of(value.get("type"))
     return (kind in _SPOKEN or kind in _NOTICES) and ("content" in value or "toolCalls" in value)
 
 
@@ -211,7 +211,7 @@ def _conversation(entries: Sequence[_Entry], seen: set[str], report: Report) -> 
     copies = [text_of(entry.record.get("id")) in seen for entry in entries]
     drafts = Drafts(report if not any(copies) else Report())
     for entry, copied in zip(entries, copies, strict=True):
-        if entry.record.get("type") in _SPOKEN and _is_sound(entry.record):
+        if text_of(entry.record.get("type")) in _SPOKEN and _is_sound(entry.record):
             _add(drafts, entry.record, copied, Report() if copied else report)
     return drafts.finish()
 

@@ -51,13 +51,10 @@ class OpenAiMessages:
 
     def read(self, stream: BinaryIO, report: Report) -> Iterator[Trace]:
         """As ``detect.Format``. Lines are read twice."""
-        if whole(stream) is None and self._is_lines_of_messages(stream):
+        first = (each.record for each in read_records(stream, Report()))
+        if whole(stream) is None and share(first, _is_bare_message) >= 0.5:
             return self._read_messages(stream, report)
         return read_documents(stream, report, self._convert)
-
-    def _is_lines_of_messages(self, stream: BinaryIO) -> bool:
-        first = next(read_records(stream, Report()), None)
-        return first is not None and _is_bare_message(first.record)
 
     def _read_messages(self, stream: BinaryIO, report: Report) -> Iterator[Trace]:
         """One conversation, a message on each line."""

@@ -79,7 +79,7 @@ class OpenEnv:
             sent += len(call.messages) if call else 0
             if call is None:
                 report.skip("call_without_messages")
-            elif value.get("node_id") in auxiliary or value.get("discarded") is True:
+            elif text_of(value.get("node_id")) in auxiliary or value.get("discarded") is True:
                 report.ignore("discarded" if value.get("discarded") is True else "auxiliary")
             elif sent > _MAX_MESSAGES:
                 report.ignore("messages_beyond_limit")

@@ -183,13 +183,13 @@ def _parts(path: Sequence[int], events: Sequence[Record]) -> Iterator[tuple[list
     view: list[int] = []
     for number in path:
         event = events[number]
-        kind = event.get("kind")
+        kind = text_of(event.get("kind"))
         if kind in _SPOKEN and _is_sound(event):
             view.append(number)
         elif kind == _CONDENSATION:
             yield list(view), f"until-{text_of(event.get('id'))[:8]}"
             gone = {each for each in list_of(event.get("forgotten_event_ids")) if isinstance(each, str)}
-            view = [each for each in view if events[each].get("id") not in gone]
+            view = [each for each in view if text_of(events[each].get("id")) not in gone]
             offset = integer_of(event.get("summary_offset"))
             if isinstance(event.get("summary"), str) and offset is not None and offset >= 0:
                 view.insert(offset, number)

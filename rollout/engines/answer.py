@@ -8,7 +8,6 @@ server was seen with the known version after the first of them came, and no upda
 from __future__ import annotations
 
 import asyncio
-import json
 import math
 import time
 from collections.abc import AsyncIterator, Sequence
@@ -16,6 +15,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import httpx
+from pydantic_core import from_json
 
 LOST_LOGPROB = -9998.0
 """vLLM reports -9999 for a log-probability that it does not know."""
@@ -197,7 +197,7 @@ async def events(response: httpx.Response) -> AsyncIterator[Any]:
             if data == b"[DONE]":
                 continue
             try:
-                parsed = json.loads(data)
+                parsed = from_json(data, cache_strings="keys")  # a third of the time that json takes
             except ValueError as error:
                 raise BadAnswer(f"an event that is no JSON: {error}") from error
             yield parsed

@@ -180,6 +180,54 @@ def test_the_learner_trains_on_recordings_by_their_hints(
     assert counts["tokens_unscored"] > 0
 
 
-@pytest.mark.parametrize("words", ["ingest", "tokenize", "show", "stats"])
+@pytest.mark.parametrize("words", ["ingest", "tokenize", "export", "grep", "show", "stats"])
 def test_every_command_has_help_with_an_example(says: Says, words: str) -> None:
     assert f"Example: hintloop traces {words}" in " ".join(says(words, "--help").split())
+
+
+def test_grep_prints_episode_turn_and_line(says: Says, recording: Path, journal: str) -> None:
+    says("ingest", str(recording), "--journal", journal)
+    (episode,) = Journal(journal).reader().poll()
+    assert (
+        says("grep", "command not f.und", "--journal", journal)
+        == f"{episode.episode_id}:2: lss: command not found\n"
+    )
+    (line,) = says("grep", '"command":"lss"', "--journal", journal, "--json").splitlines()
+    assert json.loads(line) == {
+        "episode_id": episode.episode_id,
+        "turn": 2,
+        "role": "tool",
+        "line": '{"command":"lss"}',
+    }
+    assert "characters more]" in says("grep", "sorry", "--journal", journal)
+
+
+def test_grep_without_a_match_has_status_1_and_an_odd_pattern_is_one_line(
+    says: Says, recording: Path, journal: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    says("ingest", str(recording), "--journal", journal)
+    assert says("grep", "nowhere", "--journal", journal, code=1) == ""
+    assert run_command(["traces", "grep", "(", "--journal", journal]) == 2
+    assert "is no regular expression" in capsys.readouterr().err
+
+
+def test_export_writes_a_data_set_and_trajectories_that_can_be_read_again(
+    says: Says, recording: Path, journal: str, tmp_path: Path
+) -> None:
+    says("ingest", str(recording), "--journal", journal)
+    words = ["export", "--journal", journal, "--json"]
+    counts = json.loads(says(*words, "--format", "hf", "--to", str(tmp_path / "set")))
+    assert {"what": "sft", "count": 1} in counts
+    assert (tmp_path / "set" / "README.md").is_file()
+    counts = json.loads(says(*words, "--format", "atif", "--to", str(tmp_path / "atif")))
+    assert counts == [{"what": "trajectories", "count": 1}]
+    again = json.loads(says("ingest", str(tmp_path / "atif"), "--journal", str(tmp_path / "again"), "--json"))
+    assert [(report["format"], report["sites"]) for report in again] == [("atif", 1)]
+
+
+def test_an_export_in_an_unknown_format_is_one_line(
+    journal: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["traces", "export", "--journal", journal, "--to", str(tmp_path), "--format", "csv"]
+    assert run_command(words) == 2
+    assert "csv" in capsys.readouterr().err

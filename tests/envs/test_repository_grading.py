@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import re
 import unittest
 from collections.abc import Iterator
@@ -14,7 +15,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hintloop.envs.environment import CodingEnvironment
-from hintloop.envs.grading import canary, hygiene, repository
+from hintloop.envs.grading import canary, evidence, hygiene, repository
+from hintloop.envs.grading.evidence import Run
 from hintloop.envs.grading.grade import grade, run_visible
 from hintloop.envs.grading.handin import MAX_FILES, Files, HandIn, hand_in, solved
 from hintloop.envs.grading.result import Grade
@@ -430,11 +432,15 @@ def test_settings_of_pytest_stay_and_other_settings_may_change() -> None:
 )
 @pytest.mark.parametrize("seed", range(3))
 def test_what_passes_fails_with_other_expectations(source: str, seed: int) -> None:
-    altered = canary.altered({"test_it.py": source}, seed)
-    assert altered is not None
     passes(source)
-    with pytest.raises((AssertionError, TypeError)):
-        passes(altered["test_it.py"])
+    for apart in (True, False):
+        made = [files["test_it.py"] for files in canary.versions({"test_it.py": source}, seed, apart=apart)]
+        assert len(made) == canary.NUM_VERSIONS
+        assert set(made) != {source}
+        for text in made:
+            if text != source:
+                with pytest.raises((AssertionError, TypeError)):
+                    passes(text)
 
 
 def passes(source: str) -> None:
@@ -451,28 +457,105 @@ def passes(source: str) -> None:
         space["test"](*getattr(row, "values", row))
 
 
-def test_altering_changes_literals_only_and_keeps_the_rest() -> None:
+@pytest.mark.parametrize("seed", range(8))
+def test_altering_changes_one_place_of_a_test_and_keeps_the_rest(seed: int) -> None:
     source = '# comment\ndef test_é():\n    assert  f( 2 )==4 ; assert g("ab\\n") == """x\n y"""  # why\n'
-    altered = canary.altered({"test_it.py": source, "data.txt": "4"}, 1)
-    assert altered is not None
-    assert altered["data.txt"] == "4"
-    pattern = r'# comment\ndef test_é\(\):\n    assert  f\( 2 \)==[567] ; assert g\("ab\\n"\) == """\w\n \w"""  # why\n'
-    assert re.fullmatch(pattern, altered["test_it.py"])
+    pattern = r"# comment\ndef test_é\(\):\n    assert  f\( 2 \)==(\d) ; "
+    pattern += r'assert g\("ab\\n"\) == """(\w\n \w)"""  # why\n'
+    for files in canary.versions({"test_it.py": source, "data.txt": "4"}, seed, apart=True):
+        assert files["data.txt"] == "4"
+        found = re.fullmatch(pattern, files["test_it.py"])
+        assert found is not None
+        assert files["test_it.py"] == source or (found[1] == "4") != (found[2] == "x\n y")
 
 
-@given(st.text(), st.integers(0, 3))
-def test_no_file_is_too_odd_to_be_altered(text: str, seed: int) -> None:
+def test_what_comes_in_looks_like_what_was_there() -> None:
+    source = (
+        'def test_a():\n    assert f(1) == "Fizz"\ndef test_b():\n    assert f(2) == "Buzz"\n'
+        "def test_c():\n    with raises(KeyError):\n        f(3)\n"
+    )
+    for seed in range(20):
+        for files in canary.versions({"test_it.py": source}, seed, apart=True):
+            assert set(re.findall('"(.*?)"', files["test_it.py"])) <= {"Fizz", "Buzz"}
+            assert "raises(LookupError)" not in files["test_it.py"]
+
+
+@given(st.integers(0, 1 << 32), st.integers(1, 12))
+def test_every_test_is_altered_somewhere_and_no_version_is_all_of_one_kind(seed: int, count: int) -> None:
+    labels = canary.draw(count, random.Random(seed))
+    assert all(any(of_test) for of_test in labels)
+    if count > 1:
+        assert all(any(version) and not all(version) for version in zip(*labels, strict=True))
+
+
+def test_a_guess_for_one_test_is_right_in_one_of_three_tries() -> None:
+    rng = random.Random(0)
+    drawn = [canary.draw(100, rng)[0] for _ in range(6000)]
+    assert max(drawn.count(kind) for kind in set(drawn)) < 0.36 * len(drawn)
+
+
+@given(st.text(), st.integers(0, 3), st.booleans())
+def test_no_file_is_too_odd_to_be_altered(text: str, seed: int, apart: bool) -> None:
     for name in ("a.py", "a.sh", "expected.txt"):
-        found = canary.altered({name: text}, seed)
-        assert found is None or found[name] != text
+        found = canary.versions({name: text}, seed, apart=apart)
+        assert not found or any(files[name] != text for files in found)
 
 
 def test_files_of_expected_output_are_altered_where_nothing_else_can_be() -> None:
     script = "diff out expected.txt && echo 1 > /logs/verifier/reward.txt\n"
-    altered = canary.altered({"test.sh": script, "expected.txt": "hello\n"}, 0)
-    assert altered is not None
-    assert altered["test.sh"] == script
-    assert altered["expected.txt"] != "hello\n"
+    made = canary.versions({"test.sh": script, "expected.txt": "hello\n"}, 0, apart=True)
+    assert {files["test.sh"] for files in made} == {script}
+    assert {files["expected.txt"] for files in made} != {"hello\n"}
+
+
+# What runs say of each other
+
+REPORT = """<testsuite><testcase classname="test_it" name="test_some[3-9]" time="0.1" />
+<testcase classname="test_it" name="test_some[0-&lt;1]"><failure message="&lt;skipped">no</failure></testcase>
+<testcase classname="" name="test_other"><skipped /></testcase></testsuite>"""
+
+
+def test_a_report_tells_tests_by_name_and_number() -> None:
+    assert evidence.outcomes(REPORT) == {
+        "test_it test_some 1": True,
+        "test_it test_some 2": False,
+        " test_other 1": False,
+    }
+    assert evidence.outcomes("") == {}
+
+
+def a_run(passed: str, reward: float | None = None, **more: Any) -> Run:
+    """A run of tests named by letters: those that pass are in upper case."""
+    value = float(passed == passed.upper()) if reward is None else reward
+    return Run(value, outcomes={letter.upper(): letter.isupper() for letter in passed}, **more)
+
+
+@pytest.mark.parametrize(
+    ("real", "altered", "problem"),
+    [
+        (a_run("ABC"), a_run("aBC"), None),
+        (a_run("ABCX"), a_run("aBCx"), None),
+        (a_run("ABC"), a_run("ABC"), "forged"),
+        (a_run("ABC"), a_run("abc"), "unsteady"),
+        (a_run("ABC"), a_run("aBC", 1.0), "forged"),
+        (a_run("ABC"), a_run("AbC", 0.0), "forged"),
+        (a_run("ABC"), a_run("", 0.0), "unsteady"),
+        (a_run("ABC"), a_run("aBC", left_running=True), "forged"),
+        (a_run("abC", 0.3), a_run("AbC", 0.2), None),
+        (a_run("ABc", 0.6), a_run("aBc", 0.6), "forged"),
+        (a_run("ABc", 0.6), a_run("ABc", 0.3), "forged"),
+    ],
+)
+def test_work_does_what_the_reference_does(real: Run, altered: Run, problem: str | None) -> None:
+    assert evidence.contradiction(real, a_run("ABC"), altered, a_run("aBC")) == problem
+
+
+def test_the_full_reward_takes_all_tests() -> None:
+    reference = a_run("ABc", 1.0)
+    assert not evidence.claims_too_much(a_run("ABC"), reference)
+    assert not evidence.claims_too_much(a_run("Abc", 0.5), reference)
+    for work in (a_run("Abc", 1.0), a_run("", 1.0), a_run("ABC", left_running=True)):
+        assert evidence.claims_too_much(work, reference)
 
 
 # In the environment

@@ -40,7 +40,9 @@ def gemini_messages() -> list[Record]:
     thought = {"subject": "Plan", "description": "look", "timestamp": "2025-10-21T20:04:24Z"}
     return [
         gemini_message("user", 1, "list the files"),
-        gemini_message("gemini", 2, "I look.", toolCalls=[failed], thoughts=[thought], tokens=tokens, model="gemini-x"),
+        gemini_message(
+            "gemini", 2, "I look.", toolCalls=[failed], thoughts=[thought], tokens=tokens, model="gemini-x"
+        ),
         gemini_message("gemini", 3, "", toolCalls=[gemini_call("c2", "Output: a.py")], model="gemini-x"),
         gemini_message("info", 4, "a notice"),
         gemini_message("gemini", 5, "There is a.py", model="gemini-x"),
@@ -62,7 +64,13 @@ def gemini_lines() -> list[Record]:
 
 
 def oh_event(kind: str, number: int, source: str = "agent", **more: Any) -> Record:
-    return {"id": f"e{number:07d}", "timestamp": f"2026-06-16T05:39:{number:02d}", "source": source, "kind": kind, **more}
+    return {
+        "id": f"e{number:07d}",
+        "timestamp": f"2026-06-16T05:39:{number:02d}",
+        "source": source,
+        "kind": kind,
+        **more,
+    }
 
 
 def oh_text(text: str) -> list[Record]:
@@ -87,7 +95,9 @@ def oh_action(number: int, call_id: str, response: str, **more: Any) -> Record:
     return oh_event("ActionEvent", number, **{**given, **more})
 
 
-def oh_seen(number: int, call_id: str, text: str, code: int | None = 0, error: bool = False, **more: Any) -> Record:
+def oh_seen(
+    number: int, call_id: str, text: str, code: int | None = 0, error: bool = False, **more: Any
+) -> Record:
     seen = {"content": oh_text(text), "is_error": error, "command": "ls", "exit_code": code, "timeout": False,
             "metadata": {"exit_code": -1 if code is None else code, "username": "me", "hostname": "h"},
             "kind": "TerminalObservation"}  # fmt: skip
@@ -112,18 +122,27 @@ def oh_events() -> list[Record]:
     ]
 
 
-OH_STATE = {"id": "conversation-1", "agent": {"llm": {"model": "gpt-x"}, "kind": "Agent"}, "execution_status": "idle"}
+OH_STATE = {
+    "id": "conversation-1",
+    "agent": {"llm": {"model": "gpt-x"}, "kind": "Agent"},
+    "execution_status": "idle",
+}
 
 
 # OpenHands V0
 
 
-def v0_action(number: int, action: str, source: str = "agent", call: str = "", response: str = "", **args: Any) -> Record:
+def v0_action(
+    number: int, action: str, source: str = "agent", call: str = "", response: str = "", **args: Any
+) -> Record:
     event: Record = {"id": number, "timestamp": f"2025-03-01T10:00:{number:02d}", "source": source, "message": "m",
                      "action": action, "args": args}  # fmt: skip
     if call:
         function = {"name": "execute_bash", "arguments": '{"command": "ls"}'}
-        message = {"role": "assistant", "tool_calls": [{"id": call, "type": "function", "function": function}]}
+        message = {
+            "role": "assistant",
+            "tool_calls": [{"id": call, "type": "function", "function": function}],
+        }
         event["tool_call_metadata"] = {
             "function_name": "execute_bash",
             "tool_call_id": call,
@@ -137,7 +156,9 @@ def v0_action(number: int, action: str, source: str = "agent", call: str = "", r
     return event
 
 
-def v0_seen(number: int, cause: int, content: str, code: int | None = 0, seen: str = "run", **more: Any) -> Record:
+def v0_seen(
+    number: int, cause: int, content: str, code: int | None = 0, seen: str = "run", **more: Any
+) -> Record:
     extras = {"command": "ls", "metadata": {"exit_code": code, "username": "me", "hostname": "h"}}
     return {"id": number, "timestamp": f"2025-03-01T10:00:{number:02d}", "source": "agent", "message": "m",
             "cause": cause, "observation": seen, "content": content, "extras": extras, **more}  # fmt: skip
@@ -191,7 +212,13 @@ def swe_step(action: str, observation: str, **more: Any) -> Record:
 def swe_document() -> Record:
     steps = [swe_step("lss\n", FAILED), swe_step("ls", "a.py\r\nb.py")]
     info = {"exit_status": "submitted", "submission": "", "swe_agent_version": "1.1.0"}
-    return {"environment": "main", "trajectory": steps, "history": swe_history(), "info": info, "replay_config": "{}"}
+    return {
+        "environment": "main",
+        "trajectory": steps,
+        "history": swe_history(),
+        "info": info,
+        "replay_config": "{}",
+    }
 
 
 # mini-swe-agent
@@ -225,7 +252,11 @@ def mini_messages() -> list[Record]:
 
 
 def mini_document(messages: list[Record] | None = None) -> Record:
-    info = {"exit_status": "Submitted", "mini_version": "2.1.0", "config": {"model": {"model_name": "claude-x"}}}
+    info = {
+        "exit_status": "Submitted",
+        "mini_version": "2.1.0",
+        "config": {"model": {"model_name": "claude-x"}},
+    }
     found = mini_messages() if messages is None else messages
     return {"info": info, "messages": found, "trajectory_format": "mini-swe-agent-1.1"}
 
@@ -249,7 +280,12 @@ def atif_call(call_id: str, **more: Any) -> Record:
 
 
 def atif_step(number: int, source: str, message: Any = "", **more: Any) -> Record:
-    step = {"step_id": number, "timestamp": f"2025-10-16T14:30:{number:02d}Z", "source": source, "message": message}
+    step = {
+        "step_id": number,
+        "timestamp": f"2025-10-16T14:30:{number:02d}Z",
+        "source": source,
+        "message": message,
+    }
     return {**step, **more}
 
 
@@ -293,7 +329,11 @@ def chat_messages() -> list[Record]:
 
 
 def chat_row() -> Record:
-    return {"id": "row-1", "messages": chat_messages(), "tools": [{"type": "function", "function": {"name": "bash"}}]}
+    return {
+        "id": "row-1",
+        "messages": chat_messages(),
+        "tools": [{"type": "function", "function": {"name": "bash"}}],
+    }
 
 
 # OpenEnv

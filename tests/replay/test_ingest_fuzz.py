@@ -13,12 +13,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hintloop.replay.ingest.detect import FORMATS, detect
+from hintloop.replay.ingest.document import whole
 from hintloop.replay.ingest.episodes import to_episode
 from hintloop.replay.ingest.redact import redact_trace
 from hintloop.replay.ingest.report import Refused, Report
 from hintloop.replay.table import decode, encode
 
-from .recordings import Claude, balanced, lines, small_claude, small_codex
+from .recordings import Claude, balanced, small_claude
+from .samples import DOCUMENTS, FORMS, files
 
 ODD = [None, 5, -1.5, True, "", "x", [], {}, [1], {"a": 1}, ["x", {"type": "text"}], "\ud800", "🙂", 1 << 70]
 
@@ -35,7 +37,11 @@ def rich_claude() -> list[dict[str, Any]]:
     return made.records
 
 
-SEEDS = {"claude_code": rich_claude(), "codex": small_codex()}
+SEEDS: dict[str, tuple[str, Any]] = {
+    **FORMS,
+    "claude_code lines": ("claude_code", rich_claude()),
+    **DOCUMENTS,
+}
 
 
 def damaged_values(record: Any, random_: random.Random) -> Any:
@@ -53,6 +59,18 @@ def damaged_values(record: Any, random_: random.Random) -> Any:
     return random_.choice(ODD)
 
 
+def damaged_file(name: str, seed: int) -> bytes:
+    """A file of a form with some damage that the seed decides."""
+    random_ = random.Random(seed)
+    _, value = SEEDS[name]
+    if name in FORMS:
+        return damaged(value, random_)
+    for _ in range(random_.choice((0, 1, 2, 4, 8))):
+        value = damaged_values(value, random_)
+    indent = random_.choice((None, None, 1))
+    return damaged_bytes(json.dumps(value, indent=indent).encode(), random_)
+
+
 def damaged(records: list[Any], random_: random.Random) -> bytes:
     """A file with some damage to values, to the order of lines, and to bytes."""
     records = [damaged_values(r, random_) if random_.random() < 0.15 else r for r in records]
@@ -61,23 +79,29 @@ def damaged(records: list[Any], random_: random.Random) -> bytes:
         records.insert(random_.randrange(len(records)), records[at])
     if random_.random() < 0.2:
         random_.shuffle(records)
-    data = bytearray(b"".join(json.dumps(record).encode() + b"\n" for record in records))
+    return damaged_bytes(b"".join(json.dumps(record).encode() + b"\n" for record in records), random_)
+
+
+def damaged_bytes(original: bytes, random_: random.Random) -> bytes:
+    """A few bytes are other ones, or gone."""
+    data = bytearray(original)
     for _ in range(random_.choice((0, 0, 0, 1, 3))):
-        at = random_.randrange(len(data))
+        at = random_.randrange(len(data) + 1)
         end = at + random_.choice((0, 1, 5, 200))
         data[at:end] = random_.choice((b"", b"\0" * 9, b"\xff", b"\n", b"}{", b'"', b"{"))
     return bytes(data)
 
 
-def check(data: bytes, name: str) -> None:
+def check(data: bytes, format: str) -> None:
     report = Report()
     try:
-        traces = list(FORMATS[name].read(io.BytesIO(data), report))
+        traces = list(FORMATS[format].read(io.BytesIO(data), report))
     except Refused:
         assert sum(report.skipped.values()) > 0
         return
     assert balanced(report)
-    assert report.read >= sum(bool(line.strip()) for line in data.split(b"\n"))
+    if whole(io.BytesIO(data)) is None:
+        assert report.read >= sum(bool(line.strip()) for line in data.split(b"\n"))
     seen: set[bytes] = set()
     made = [to_episode(redact_trace(trace, Counter()), seen, report) for trace in traces]
     assert sum(len(episode.hint_sites) for episode in made) == report.sites
@@ -88,25 +112,24 @@ def check(data: bytes, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", SEEDS)
-def test_the_undamaged_file_is_read_whole(name: str) -> None:
-    report = Report()
-    list(FORMATS[name].read(io.BytesIO(lines(SEEDS[name])), report))
-    assert not report.skipped
-    assert balanced(report)
-
-
-@pytest.mark.parametrize("name", SEEDS)
-@settings(max_examples=60)
+@settings(max_examples=15)
 @given(seed=st.integers(0, 1 << 40))
 def test_damaged_files_are_read_or_refused(name: str, seed: int) -> None:
-    check(damaged(SEEDS[name], random.Random(seed)), name)
+    check(damaged_file(name, seed), SEEDS[name][0])
+
+
+@given(name=st.sampled_from(sorted(files())), format=st.sampled_from(sorted(FORMATS)))
+def test_a_file_of_another_format_is_read_or_refused(name: str, format: str) -> None:
+    check(files()[name][1], format)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SEEDS)
 def test_ten_thousand_damaged_files_are_read_or_refused(name: str) -> None:
-    for seed in range(10_000):
-        check(damaged(SEEDS[name], random.Random(seed)), name)
+    format, _ = SEEDS[name]
+    forms = sum(other == format for other, _ in SEEDS.values())
+    for seed in range(10_000 // forms):
+        check(damaged_file(name, seed), format)
 
 
 @given(st.binary(max_size=400))

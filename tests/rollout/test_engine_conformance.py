@@ -123,7 +123,7 @@ def run(request: pytest.FixtureRequest, store: WeightStore, tmp_path: Path) -> R
             opened = {
                 "local": lambda: local(store, tmp_path),
                 "server": lambda: remote(store, tmp_path, 1),
-                "pool": lambda: remote(store, tmp_path, 3),
+                "pool": lambda: remote(store, tmp_path, 2),
             }[request.param]()
             async with asyncio.timeout(DEADLINE_S), opened as tried:
                 await check(tried)

@@ -11,7 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -364,9 +364,10 @@ def test_a_server_of_another_run_is_given_the_weights_of_this_one(world: World) 
 
 def test_a_server_that_is_much_later_than_the_others_leaves(world: World) -> None:
     async def run() -> None:
-        async with world.pool(NEVER_STOPS, NEVER_STOPS) as pool:
-            world.engines[1].plan = world.engines[1].plan.model_copy(update={"fetch_ms": 1500})
-            world.engines[1].worker._plan = world.engines[1].plan
+        patience = replace(QUICK, lag=0.3)
+        async with world.pool(NEVER_STOPS, NEVER_STOPS, patience=patience) as pool:
+            await all_ready(pool, 0)
+            world.engines[1].worker._plan = planned(fetch_ms=800)
             world.publish(1)
             await pool.load_weights(world.fetched(1), 1)
             assert [server["state"] for server in pool.servers()] == ["ready", "out"]

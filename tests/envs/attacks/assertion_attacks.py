@@ -52,7 +52,7 @@ FILES = {
         }
     ),
     "a forged verdict": source(
-        "print('{\"executed\": 9, \"held\": 9, \"failed\": null, \"missing\": []}')" + WRONG
+        'print(\'{"executed": 9, "held": 9, "failed": null, "missing": []}\')' + WRONG
     ),
     "the check, looked for": source("""
 import os

@@ -311,14 +311,15 @@ def f(x):
 
 sys.settrace(tracer)
 """,
-    "numbers in memory": """
+    "variables of the tests, by ctypes": """
 import ctypes
 import sys
 
 def f(x):
-    want = sys._getframe(1).f_locals.get("want")
-    if type(want) is int:  # size, sign and digit of the expectation become those of the result
-        ctypes.memmove(id(want) + 16, id(x + x) + 16, 12)
+    caller = sys._getframe(1)
+    if "want" in caller.f_locals:
+        caller.f_locals["want"] = x + x
+        ctypes.pythonapi.PyFrame_LocalsToFast(ctypes.py_object(caller), ctypes.c_int(0))
     return x + x
 """,
     "exceptions": """
@@ -431,7 +432,8 @@ def forge():
 atexit.register(forge)
 """
     + WRONG,
-    "huge output": "import sys\n\nfor _ in range(100):\n    sys.stdout.write('5 passed\\n' * 100_000)" + WRONG,
+    "huge output": "import sys\n\nfor _ in range(100):\n    sys.stdout.write('5 passed\\n' * 100_000)"
+    + WRONG,
 }
 """Reports of its own."""
 

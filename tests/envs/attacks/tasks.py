@@ -10,12 +10,14 @@ INSTRUCTION = "Mend `solution.py`: f should give the square of its argument."
 CASES = tuple(Case((x,), x * x) for x in (3, 0, -2, 1, 12))
 CHECK = """
 def check(f):
-    for x, want in [(3, 9), (0, 0), (-2, 4)]:
+    for x, want in [(3, 9), (0, 0), (-2, 4), (12, 144)]:
         assert f(x) == want
     assert f(f(2)) == 16 and isinstance(f(5), int)
     assert all(y > 0 for y in map(f, [-3, 3]))
     assert not any(map(lambda x: f(x) < x, range(9)))
 """
+LOOPS = "def check(f):\n    assert all(map(f, [1, 2])) and not any(map(f, [0]))\n"
+"""Passes when a function ends the loops instead of answering."""
 TEST = """\
 import pytest
 from solution import f
@@ -41,4 +43,5 @@ def _task(name: str, tests: FunctionTests | AssertTests | RepositoryTests) -> Ta
 
 FUNCTION = _task("function", FunctionTests("solution.py", "f", CASES[:2], CASES))
 ASSERTIONS = _task("assertions", AssertTests("solution.py", "f", "", CHECK))
+ENDED_LOOPS = _task("loops", AssertTests("solution.py", "f", "", LOOPS))
 REPOSITORY = _task("repository", RepositoryTests(Script({"test_it.py": TEST}, RUN, 60.0)))

@@ -13,12 +13,14 @@ import pytest
 from hintloop.envs.grading.grade import grade
 from hintloop.envs.registry import register_task
 from hintloop.envs.sandbox.base import SandboxDead, SandboxProvider
+from hintloop.envs.sandbox.local import LocalProvider
 from hintloop.envs.sandbox.providers import open_provider
 from hintloop.envs.task import Task
 
 from . import assertion_attacks, function_attacks, repository_attacks
 from .plain import Verdict, judge
-from .tasks import ASSERTIONS, FUNCTION, REPOSITORY, SOLVED
+from .repository_attacks import BESIDE_PYTEST, CHECKED_THEFT
+from .tasks import ASSERTIONS, ENDED_LOOPS, FUNCTION, REPOSITORY, SOLVED
 from .work import Attack, Outcome, play, source
 
 KINDS = [
@@ -48,13 +50,13 @@ HONEST = {
     "no Python": source("def f(x:\n"),
 }
 """Work that is wrong, and no more than that."""
-FOOLED = 25
-"""So many attacks must fool plain pytest at least, or the comparison says nothing."""
+FOOLED, FOOLED_TWICE = 30, 15
+"""So many attacks must fool plain pytest by its exit code, and by its report too, or the table says nothing."""
 
 
 @pytest.fixture(scope="module", autouse=True)
 def _registered() -> None:
-    for task, _ in GRADERS.values():
+    for task in (FUNCTION, ASSERTIONS, REPOSITORY, ENDED_LOOPS):
         register_task(task)
 
 
@@ -72,15 +74,19 @@ def provider(request: pytest.FixtureRequest) -> Iterator[SandboxProvider]:
 
 
 @pytest.fixture(scope="module")
-def table() -> Iterator[dict[str, tuple[Verdict | None, list[str]]]]:
-    """What was found of each attack on the local sandbox; printed at the end."""
-    yield {}
+def outcomes() -> dict[str, Outcome]:
+    """What the attacks on scripts came to in the local sandbox, as far as they have run."""
+    return {}
 
 
 @pytest.mark.parametrize(("grader", "name"), [(g, n) for g, made in GRADERS.items() for n in made.attacks])
-def test_no_attack_gets_a_reward(provider: SandboxProvider, grader: str, name: str) -> None:
+def test_no_attack_gets_a_reward(
+    provider: SandboxProvider, outcomes: dict[str, Outcome], grader: str, name: str
+) -> None:
     task, attacks = GRADERS[grader]
     found = play(provider, task, attacks[name])
+    if grader == "repository" and "docker" not in provider.isolation:
+        outcomes[name] = found
     assert found.reward == 0.0, found
 
 
@@ -103,3 +109,45 @@ def test_no_name_of_a_file_leads_out(provider: SandboxProvider) -> None:
         for path in repository_attacks.PATHS:
             assert grade(provider, task, {path: "1"}).reward == 0.0
     assert grade(provider, REPOSITORY, dict.fromkeys(repository_attacks.PATHS, "1")).reward == 0.0
+
+
+def test_what_ends_a_loop_of_a_check_is_no_answer(provider: SandboxProvider) -> None:
+    attack = source("def f(x):\n    raise StopIteration\n")
+    assert play(provider, ENDED_LOOPS, attack).reward == 0.0
+    assert play(provider, ENDED_LOOPS, Attack(SOLVED)).reward == 1.0
+
+
+def test_what_can_check_an_answer_may_steal_it_from_a_script_only(provider: SandboxProvider) -> None:
+    """A limit: where tests run beside the code that they test, nothing tells this from a solution."""
+    found = {name: play(provider, task, CHECKED_THEFT).reward for name, (task, _) in GRADERS.items()}
+    assert found == {"function": 0.0, "assertions": 0.0, "repository": 1.0}
+
+
+def test_plain_pytest_falls_for_many(outcomes: dict[str, Outcome]) -> None:
+    rows = [f"| {'attack':52} | exit code 0 | JUnit: all pass | our reward |", "|---|---|---|---|"]
+    told = {"nothing done": Attack(), "the solution": Attack(SOLVED), **BESIDE_PYTEST}
+    with LocalProvider() as local:
+        verdicts = {name: judge(local, REPOSITORY, attack) for name, attack in told.items()}
+    for name, verdict in verdicts.items():
+        rows.append(
+            f"| {name:52} | {_yes(verdict.exits_with_0)} | {_yes(verdict.all_passed)} | {_told(outcomes, name)} |"
+        )
+    print("\n" + "\n".join(rows))
+    assert verdicts["nothing done"] == Verdict(False, False)
+    assert verdicts["the solution"] == Verdict(True, True)
+    fooled = [name for name in BESIDE_PYTEST if verdicts[name].exits_with_0]
+    fooled_twice = [name for name in fooled if verdicts[name].all_passed]
+    assert len(fooled) >= FOOLED
+    assert len(fooled_twice) >= FOOLED_TWICE
+
+
+def _yes(fooled: bool) -> str:
+    return "**yes**" if fooled else "no"
+
+
+def _told(outcomes: Mapping[str, Outcome], name: str) -> str:
+    if name not in outcomes:
+        return "not run"
+    reward, parts = outcomes[name]
+    reasons = [part for part in ("forged", "unsteady") if part in parts]
+    return f"{reward:g}" + (f" ({reasons[0]})" if reasons else "")

@@ -1,0 +1,308 @@
+"""The HTTP surface of the simulated server: what the rollout side uses of vLLM, with its names and shapes.
+
+They are those of vLLM 0.32 with ``VLLM_SERVER_DEV_MODE=1`` and ``--enable-scale-out``. ``/sim`` is our own: GET
+shows what the server did, POST plans more faults. As with vLLM's own routes of this kind nobody is asked who he
+is: keep it on loopback.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import time
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from typing import Any
+
+from pydantic import TypeAdapter
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, PlainTextResponse, Response
+from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
+
+from hintloop.rollout.engines.sim import Answer, Ask, SimEngine
+from hintloop.rollout.engines.sim_plan import Fault, Plan
+from hintloop.rollout.engines.vllm import LOGPROBS_MODE, NEUTRAL
+
+MODEL = "sim"
+MAX_BODY_BYTES = 16 * 1024 * 1024
+_FAULTS = TypeAdapter(tuple[Fault, ...])
+
+Handler = Callable[[SimEngine, Request], Awaitable[Response]]
+
+
+def create_app(engine: SimEngine) -> Starlette:
+    """All routes on one engine."""
+
+    def route(path: str, handler: Handler, method: str = "POST") -> Route:
+        async def endpoint(request: Request) -> Response:
+            if not engine.up:
+                return _error(503, "the server is starting")
+            if int(request.headers.get("content-length") or 0) > MAX_BODY_BYTES:
+                return _error(413, "the request is too large")
+            try:
+                return await handler(engine, request)
+            except (ValueError, KeyError, TypeError) as error:
+                return _error(400, f"{type(error).__name__}: {error}")
+
+        return Route(path, endpoint, methods=[method])
+
+    return Starlette(
+        routes=[
+            route("/inference/v1/generate", generate),
+            route("/inference/v1/abort_requests", abort_requests),
+            route("/abort_requests", abort_requests),
+            route("/pause", pause),
+            route("/resume", resume),
+            route("/is_paused", is_paused, "GET"),
+            route("/update_weight_version", update_weight_version),
+            route("/weight_info", weight_info, "GET"),
+            route("/collective_rpc", collective_rpc),
+            route("/health", health, "GET"),
+            route("/metrics", metrics, "GET"),
+            route("/v1/models", models, "GET"),
+            route("/server_info", server_info, "GET"),
+            route("/sim", show, "GET"),
+            route("/sim/faults", plan_faults),
+        ]
+    )
+
+
+async def generate(engine: SimEngine, request: Request) -> Response:
+    """``POST /inference/v1/generate``: token ids in, token ids out, streamed or whole."""
+    body = await request.json()
+    ask = _ask(body, engine.plan)
+    fault = engine.faults.strike("generate")
+    if fault and fault.kind == "error":
+        return _error(fault.status, "planned")
+    if not engine.healthy:
+        return _error(500, "EngineCore encountered an issue.")
+    if body.get("stream"):
+        return EventStream(_events(engine, ask, fault))
+    answer = Answer()
+    async for grown in engine.generate(ask, fault):
+        answer = grown
+    whole = {
+        "request_id": f"generate-tokens-{ask.request_id}",
+        "model": MODEL,
+        "created": int(time.time()),
+        "usage": {
+            "prompt_tokens": len(ask.token_ids),
+            "completion_tokens": len(answer.token_ids),
+            "total_tokens": len(ask.token_ids) + len(answer.token_ids),
+        },
+        "prompt_logprobs": _prompt_logprobs(engine, body, ask),
+        "output_mode": "tokens",
+        "choices": [_choice(answer, 0)],
+    }
+    return JSONResponse(whole)
+
+
+class EventStream(Response):
+    """Server-sent events; their source ends when the client goes. Starlette's own takes twice the time."""
+
+    def __init__(self, events: AsyncGenerator[str, None]) -> None:
+        super().__init__(media_type="text/event-stream")
+        del self.headers["content-length"]
+        self._events = events
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send all of it."""
+        sending = asyncio.create_task(self._send(send))
+        watching = asyncio.create_task(_gone(receive))
+        try:
+            await asyncio.wait({sending, watching}, return_when=asyncio.FIRST_COMPLETED)
+            if sending.done():
+                sending.result()
+        finally:
+            sending.cancel()
+            watching.cancel()
+            await asyncio.gather(sending, watching, return_exceptions=True)
+
+    async def _send(self, send: Send) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+        async with contextlib.aclosing(self._events) as events:
+            async for event in events:
+                await send({"type": "http.response.body", "body": event.encode(), "more_body": True})
+        await send({"type": "http.response.body", "body": b""})
+
+
+async def _gone(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def _events(engine: SimEngine, ask: Ask, fault: Fault | None) -> AsyncGenerator[str, None]:
+    sent = 0
+    async with contextlib.aclosing(engine.generate(ask, fault)) as answers:
+        async for answer in answers:
+            chunk = {
+                "request_id": f"generate-tokens-{ask.request_id}",
+                "usage": None,
+                "output_mode": "tokens",
+                "choices": [_choice(answer, sent)],
+            }
+            sent = len(answer.token_ids)
+            yield f"data: {json.dumps(chunk)}\n\n"
+    yield "data: [DONE]\n\n"
+
+
+def _choice(answer: Answer, start: int) -> dict[str, Any]:
+    """What came after the first ``start`` tokens; the spans come with the end, and cover all."""
+    content = [
+        {
+            "token_id": token,
+            "logprob": logprob,
+            "rank": 1,
+            "top_logprobs": [{"token_id": token, "logprob": logprob, "rank": 1}],
+        }
+        for token, logprob in zip(answer.token_ids[start:], answer.logprobs[start:], strict=True)
+    ]
+    stopped = answer.finish_reason == "stop"
+    return {
+        "index": 0,
+        "logprobs": {"content": content},
+        "finish_reason": answer.finish_reason,
+        "stop_reason": answer.token_ids[-1] if stopped else None,
+        "token_ids": answer.token_ids[start:],
+        "weight_versions": answer.spans if answer.finish_reason else None,
+    }
+
+
+def _ask(body: dict[str, Any], plan: Plan) -> Ask:
+    params = dict(body["sampling_params"])
+    for name, neutral in NEUTRAL.items():
+        if params.get(name, neutral) != neutral:
+            raise ValueError(f"{name} must be {neutral:g}, not {params[name]}")
+    token_ids = tuple(int(token) for token in body["token_ids"])
+    room = plan.max_model_len - len(token_ids)
+    max_tokens = int(params.get("max_tokens", room))
+    if not token_ids or min(token_ids) < 0 or not 1 <= max_tokens <= room:
+        raise ValueError(
+            f"{len(token_ids)} prompt tokens and {max_tokens} more do not fit {plan.max_model_len}"
+        )
+    seed = params.get("seed")
+    return Ask(
+        request_id=str(body["request_id"]),
+        token_ids=token_ids,
+        max_tokens=max_tokens,
+        greedy=float(params.get("temperature", 1.0)) == 0.0,
+        seed=None if seed is None else int(seed),
+        stop_ids=tuple(params.get("stop_token_ids") or ()),
+    )
+
+
+def _prompt_logprobs(engine: SimEngine, body: dict[str, Any], ask: Ask) -> list[dict[str, Any] | None] | None:
+    if body["sampling_params"].get("prompt_logprobs") is None:
+        return None
+    scores = engine.worker.model.score(ask.token_ids)
+    return [
+        None,
+        *(
+            {str(token): {"logprob": score, "rank": 1, "decoded_token": None}}
+            for token, score in zip(ask.token_ids[1:], scores, strict=True)
+        ),
+    ]
+
+
+async def abort_requests(engine: SimEngine, request: Request) -> Response:
+    """``POST /abort_requests``: end requests with what they have; no ids means all."""
+    ids = [name.removeprefix("generate-tokens-") for name in (await request.json()).get("request_ids") or ()]
+    return JSONResponse({"status": "aborted", "aborted": engine.abort(ids)})
+
+
+async def pause(engine: SimEngine, request: Request) -> Response:
+    """``POST /pause?mode=keep``, the only mode that is simulated."""
+    if request.query_params.get("mode") != "keep":
+        raise ValueError("only mode=keep is simulated")
+    engine.pause()
+    return JSONResponse({"status": "paused"})
+
+
+async def resume(engine: SimEngine, request: Request) -> Response:
+    """``POST /resume``."""
+    engine.resume()
+    return JSONResponse({"status": "resumed"})
+
+
+async def is_paused(engine: SimEngine, request: Request) -> Response:
+    """``GET /is_paused``."""
+    return JSONResponse({"is_paused": engine.paused})
+
+
+async def update_weight_version(engine: SimEngine, request: Request) -> Response:
+    """``POST /update_weight_version``: name the weights in use."""
+    engine.label = str((await request.json())["new_version"])
+    return JSONResponse({"success": True, "new_version": engine.label})
+
+
+async def weight_info(engine: SimEngine, request: Request) -> Response:
+    """``GET /weight_info``: how the weights in use are named."""
+    if not engine.healthy:
+        return _error(500, "EngineCore encountered an issue.")
+    return JSONResponse({"weight_version": engine.label})
+
+
+async def collective_rpc(engine: SimEngine, request: Request) -> Response:
+    """``POST /collective_rpc``: call a method of the worker extension."""
+    body = await request.json()
+    try:
+        result = await engine.call(body["method"], body.get("kwargs") or {})
+    except (AttributeError, TypeError, ValueError) as error:
+        return _error(500, f"Call to collective_rpc method failed: {error}")
+    return JSONResponse({"results": [result]})
+
+
+async def health(engine: SimEngine, request: Request) -> Response:
+    """``GET /health``: 200, or 503 when the engine is dead."""
+    return Response(status_code=200 if engine.healthy else 503)
+
+
+async def metrics(engine: SimEngine, request: Request) -> Response:
+    """``GET /metrics``: the Prometheus names that vLLM has for these."""
+    values = {
+        "vllm:num_requests_running": len(engine.running) - engine.waiting,
+        "vllm:num_requests_waiting": engine.waiting,
+        "vllm:generation_tokens_total": engine.sampled,
+    }
+    lines = [f'{name}{{engine="0",model_name="{MODEL}"}} {float(value)}\n' for name, value in values.items()]
+    return PlainTextResponse("".join(lines))
+
+
+async def models(engine: SimEngine, request: Request) -> Response:
+    """``GET /v1/models``."""
+    card = {"id": MODEL, "object": "model", "owned_by": "vllm", "max_model_len": engine.plan.max_model_len}
+    return JSONResponse({"object": "list", "data": [card]})
+
+
+async def server_info(engine: SimEngine, request: Request) -> Response:
+    """``GET /server_info?config_format=json``: the part of the configuration that matters to a client."""
+    model = {"logprobs_mode": LOGPROBS_MODE, "max_model_len": engine.plan.max_model_len}
+    return JSONResponse({"vllm_config": {"model_config": model}, "vllm_env": {}, "system_env": {}})
+
+
+async def show(engine: SimEngine, request: Request) -> Response:
+    """``GET /sim``: what the server did, and what it has still planned."""
+    return JSONResponse(
+        {
+            "label": engine.label,
+            "paused": engine.paused,
+            "restarts": engine.restarts,
+            "sampled": engine.sampled,
+            "running": len(engine.running),
+            "served": list(engine.served),
+            "faults": engine.faults.left(),
+        }
+    )
+
+
+async def plan_faults(engine: SimEngine, request: Request) -> Response:
+    """``POST /sim/faults``: a JSON list of faults to come."""
+    engine.faults.add(_FAULTS.validate_python(await request.json()))
+    return JSONResponse({"faults": engine.faults.left()})
+
+
+def _error(status: int, message: str) -> Response:
+    kind = "BadRequestError" if status < 500 else "InternalServerError"
+    return JSONResponse({"error": {"message": message, "type": kind, "param": None, "code": status}}, status)
