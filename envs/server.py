@@ -177,6 +177,7 @@ def _bind(host: str, port: int) -> socket.socket:
     sock = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
     try:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # asyncio sets it for its own sockets only
         sock.bind((host, port))
         sock.listen(1)  # binding alone succeeds beside a socket that is bound but does not listen yet
     except OSError as error:

@@ -93,6 +93,7 @@ def completion(messages: Sequence[dict[str, Any]], call: ToolCall | None) -> dic
 def serve(expert: Expert, *, host: str = "127.0.0.1", port: int = 0, ready_file: Path | None = None) -> None:
     """Serve until SIGTERM or SIGINT. ``port`` 0 takes a free one; ``ready_file`` then gets the URL."""
     sock = socket.create_server((host, port))
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # asyncio sets it for its own sockets only
     url = f"http://{host}:{sock.getsockname()[1]}"
     if ready_file is not None:
         ready_file.unlink(missing_ok=True)

@@ -128,7 +128,9 @@ class _Reader:
     def read(self, steps: list[Record]) -> Any:
         for step in steps:
             content = step.get("message")
-            if text_of(step.get("source")) not in _ROLES or not (content is None or isinstance(content, (str, list))):
+            if text_of(step.get("source")) not in _ROLES or not (
+                content is None or isinstance(content, (str, list))
+            ):
                 self._report.skip("malformed_step")
                 continue
             self._drafts.taken += 1

@@ -65,17 +65,12 @@ class Drafts:
         """Records that went into the conversation; for the caller to count."""
 
     @property
-    def last(self) -> Draft | None:
-        """The newest message."""
-        return self._messages[-1] if self._messages else None
-
-    @property
     def waiting(self) -> list[DraftCall]:
         """Calls without a result, the oldest first."""
         return self._open
 
     def add(self, draft: Draft) -> Draft:
-        """Append a message; nothing more may be said in it than ``MAX_TRACE_CHARS`` of the whole allow."""
+        """Append a message, or leave it out when the conversation is too long for it; the same message."""
         self._chars += sum(map(len, draft.texts))
         if self._chars > MAX_TRACE_CHARS:
             self._report.note("messages_beyond_limit")

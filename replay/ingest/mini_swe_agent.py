@@ -123,7 +123,7 @@ class _Reader:
     def _other(self, record: Record, extra: dict[str, Any]) -> None:
         for kind in [text_of(extra.get("interrupt_type")), "human_command" if extra.get("actions") else ""]:
             self._report.note(kind, int(bool(kind)))
-        if self._is_format_complaint():
+        if "interrupt_type" not in extra and self._is_format_complaint():
             self._fail(self._so_far[-1], content_text(record.get("content"), Report()))
         self._keep(add_message(self._drafts, record, self._report))
 

@@ -65,43 +65,50 @@ class OpenEnv:
         return [Trace(self.name, session, "main", messages, grade=_grade(row))] if messages else []
 
     def _calls(self, values: Any, row: Record, report: Report) -> list[Trace]:
-        auxiliary = {
-            node
-            for sequence in map(dict_of, list_of(row.get("sequences")))
-            if sequence.get("role") == "auxiliary"
-            for node in list_of(sequence.get("node_ids"))
-            if isinstance(node, str)
-        }
-        threads: list[_Thread] = []
-        sent = 0
-        for value in records_of(values, report):
-            call = _call_of(value)
-            sent += len(call.messages) if call else 0
-            if call is None:
-                report.skip("call_without_messages")
-            elif text_of(value.get("node_id")) in auxiliary or value.get("discarded") is True:
-                report.ignore("discarded" if value.get("discarded") is True else "auxiliary")
-            elif sent > _MAX_MESSAGES:
-                report.ignore("messages_beyond_limit")
-            else:
-                report.used += 1
-                report.note("token_ids", int(bool(call.trained is not None)))
-                _place(threads, call)
         session = text_of(row.get("session_id"))
         traces = []
-        for number, thread in enumerate(threads):
+        for number, thread in enumerate(_threads(values, _auxiliary(row), report)):
             drafts = Drafts(report)
             for message, copied in zip(thread.messages, thread.copied, strict=True):
                 draft = add_message(drafts, message, Report(), copied=copied)
                 if draft is not None and message.get("role") == "assistant":
                     draft.model = draft.model or thread.model
-            drafts.taken = 0
-            made = drafts.finish()
-            if made:
-                traces.append(
-                    Trace(self.name, session, f"root{number}" if number else "main", made, grade=thread.grade)
-                )
+            drafts.taken = 0  # the records are the calls
+            if made := drafts.finish():
+                branch = f"root{number}" if number else "main"
+                traces.append(Trace(self.name, session, branch, made, grade=thread.grade))
         return traces
+
+
+def _auxiliary(row: Record) -> set[str]:
+    """Ids of the calls that were no work on the task, such as making up a title."""
+    sequences = [dict_of(each) for each in list_of(row.get("sequences"))]
+    nodes = [
+        n for each in sequences if each.get("role") == "auxiliary" for n in list_of(each.get("node_ids"))
+    ]
+    return {node for node in nodes if isinstance(node, str)}
+
+
+def _threads(values: Any, auxiliary: set[str], report: Report) -> list[_Thread]:
+    """The conversations that the calls make; counts each call."""
+    threads: list[_Thread] = []
+    sent = 0
+    for value in records_of(values, report):
+        call = _call_of(value)
+        sent += len(call.messages) if call else 0
+        if call is None:
+            report.skip("call_without_messages")
+        elif value.get("discarded") is True:
+            report.ignore("discarded")
+        elif text_of(value.get("node_id")) in auxiliary:
+            report.ignore("auxiliary")
+        elif sent > _MAX_MESSAGES:
+            report.ignore("messages_beyond_limit")
+        else:
+            report.used += 1
+            report.note("token_ids", int(call.trained is not None))
+            _place(threads, call)
+    return threads
 
 
 def _is_episode(value: Any) -> bool:

@@ -200,72 +200,73 @@ def _messages(
     part: Sequence[int], events: Sequence[Record], seen: set[int], model: str, report: Report
 ) -> tuple[Message, ...]:
     copies = [number in seen for number in part]
-    drafts = Drafts(Report() if any(copies) else report)
-    calls: dict[str, str] = {}
-    answer = ""
+    reader = _Reader(Drafts(Report() if any(copies) else report), model)
     for number, copied in zip(part, copies, strict=True):
-        event, notes = events[number], Report() if copied else report
+        reader.read(events[number], copied, Report() if copied else report)
+    return reader.drafts.finish()
+
+
+@dataclass(slots=True)
+class _Reader:
+    """Turns the events of one conversation into messages."""
+
+    drafts: Drafts
+    model: str
+    _calls: dict[str, str] = field(default_factory=dict)
+    """Call ids by the ids of their events."""
+    _answer: tuple[str, Draft] | None = None
+    """Id and message of the answer that actions may still be part of."""
+
+    def read(self, event: Record, copied: bool, report: Report) -> None:
         kind, at = event["kind"], unix_time(event.get("timestamp"))
         if kind == _ACTION:
-            last, own = drafts.last, text_of(event.get("llm_response_id"))
-            if not (own and own == answer and last is not None and last.role == "assistant"):
-                drafts.add(Draft("assistant", timestamp=at, model=model, copied=copied))
-            answer = own
-            _add_action(drafts, event, notes)
-            calls[text_of(event.get("id"))] = text_of(event.get("tool_call_id"))
-            continue
+            self._act(event, copied, report)
+            return
         if kind in (_OBSERVATION, _ERROR, _REJECTED):
-            call_id = text_of(event.get("tool_call_id")) or calls.get(text_of(event.get("action_id")), "")
-            drafts.answer(call_id, _result(event, notes))
-            continue
-        answer = ""
+            named = text_of(event.get("tool_call_id")) or self._calls.get(text_of(event.get("action_id")), "")
+            self.drafts.answer(named, _result(event, report))
+            return
+        self._answer = None
         if kind == _MESSAGE:
-            _add_message(drafts, event, at, model, copied, notes)
+            self._say(event, copied, report)
         elif kind == _SYSTEM:
-            notes.note("tool_definitions", int(bool(event.get("tools"))))
+            report.note("tool_definitions", int(bool(event.get("tools"))))
             text = [dict_of(event.get(name)).get("text") for name in ("system_prompt", "dynamic_context")]
-            drafts.say("system", joined(map(text_of, text)), at, copied=copied)
+            self.drafts.say("system", joined(map(text_of, text)), at, copied=copied)
         else:
-            drafts.say("user", text_of(event.get("summary")), at, copied=copied)
-    return drafts.finish()
+            self.drafts.say("user", text_of(event.get("summary")), at, copied=copied)
 
+    def _act(self, event: Record, copied: bool, report: Report) -> None:
+        own, text = text_of(event.get("llm_response_id")), content_text(event.get("thought"), report)
+        if own and self._answer is not None and self._answer[0] == own:
+            draft = self._answer[1]
+            draft.texts.append(text)
+        else:
+            at = unix_time(event.get("timestamp"))
+            draft = self.drafts.add(Draft("assistant", [text], timestamp=at, model=self.model, copied=copied))
+            self._answer = (own, draft)
+        thoughts = [text_of(event.get("reasoning_content"))]
+        thoughts += [text_of(dict_of(each).get("thinking")) for each in list_of(event.get("thinking_blocks"))]
+        draft.thoughts += thoughts
+        report.note("thinking", int(any(thoughts)))
+        given = dict_of(event.get("tool_call")).get("arguments")
+        if given is None:
+            given = {name: value for name, value in dict_of(event.get("action")).items() if name != "kind"}
+        call_id = text_of(event.get("tool_call_id"))
+        self.drafts.call(draft, call_id, text_of(event.get("tool_name")), arguments_of(given))
+        self._calls[text_of(event.get("id"))] = call_id
 
-def _add_action(drafts: Drafts, event: Record, report: Report) -> None:
-    draft = drafts.last
-    assert draft is not None
-    draft.texts.append(content_text(event.get("thought"), report))
-    thoughts = [text_of(event.get("reasoning_content"))]
-    thoughts += [text_of(dict_of(each).get("thinking")) for each in list_of(event.get("thinking_blocks"))]
-    draft.thoughts += thoughts
-    report.note("thinking", int(any(thoughts)))
-    given = dict_of(event.get("tool_call")).get("arguments")
-    if given is None:
-        given = {name: value for name, value in dict_of(event.get("action")).items() if name != "kind"}
-    drafts.call(
-        draft, text_of(event.get("tool_call_id")), text_of(event.get("tool_name")), arguments_of(given)
-    )
-
-
-def _add_message(
-    drafts: Drafts, event: Record, at: float | None, model: str, copied: bool, report: Report
-) -> None:
-    message = dict_of(event.get("llm_message"))
-    text = joined(
-        content_text(event_part, report)
-        for event_part in (message.get("content"), event.get("extended_content"))
-    )
-    role = text_of(message.get("role"))
-    role = (
-        role
-        if role in ("system", "user", "assistant")
-        else "assistant"
-        if event.get("source") == "agent"
-        else "user"
-    )
-    draft = drafts.say(role, text, at, copied=copied)
-    if role == "assistant":
-        draft.model = model
-        draft.thoughts.append(text_of(message.get("reasoning_content")))
+    def _say(self, event: Record, copied: bool, report: Report) -> None:
+        message = dict_of(event.get("llm_message"))
+        parts = [message.get("content"), event.get("extended_content")]
+        role = text_of(message.get("role"))
+        if role not in ("system", "user", "assistant"):
+            role = "assistant" if event.get("source") == "agent" else "user"
+        text = joined(content_text(part, report) for part in parts)
+        draft = self.drafts.say(role, text, unix_time(event.get("timestamp")), copied=copied)
+        if role == "assistant":
+            draft.model = self.model
+            draft.thoughts.append(text_of(message.get("reasoning_content")))
 
 
 def _result(event: Record, report: Report) -> ToolResult:

@@ -75,7 +75,7 @@ class _Reader:
     def __init__(self, report: Report, model: str) -> None:
         self._report, self._model = report, model
         self._calls: dict[Any, DraftCall] = {}
-        self._response = ""
+        self._answer: tuple[str, Draft] | None = None
 
     def read(self, events: list[Record], instruction: str) -> list[tuple[str, tuple[Message, ...]]]:
         """A condensation ends a conversation; the next begins with what it kept."""
@@ -119,7 +119,7 @@ class _Reader:
     ) -> list[tuple[str, tuple[Message, ...]]]:
         copies = any(copied for _, copied in view)
         drafts = Drafts(Report() if copies else self._report)
-        self._calls, self._response = {}, ""
+        self._calls, self._answer = {}, None
         if instruction and not any(_is_users(event) for event, _ in view):
             drafts.say("user", instruction)
         for event, copied in view:
@@ -149,27 +149,35 @@ class _Reader:
     def _act(self, drafts: Drafts, event: Record, action: str, args: dict[str, Any], copied: bool) -> None:
         meta = dict_of(event.get("tool_call_metadata"))
         response = dict_of(meta.get("model_response"))
-        own = text_of(response.get("id"))
-        draft = drafts.last
-        if draft is None or draft.role != "assistant" or not own or own != self._response:
-            draft = drafts.add(Draft("assistant", timestamp=unix_time(event.get("timestamp")), copied=copied))
-            draft.model = text_of(response.get("model")) or self._model
-            usage = dict_of(response.get("usage"))
-            counts = [integer_of(usage.get(name)) or 0 for name in ("prompt_tokens", "completion_tokens")]
-            draft.usage = Usage(*counts) if usage else None
-        self._response = own
+        thought = args.get("content" if action == "message" else "thought")
+        text = text_of(dict_of(thought).get("text") if isinstance(thought, dict) else thought)
+        draft = self._draft(drafts, event, response, "" if action == "think" else text, copied)
         if action == "message":
-            draft.texts.append(text_of(args.get("content")))
             return
-        thought = args.get("thought")
-        thought = dict_of(thought).get("text") if isinstance(thought, dict) else thought
-        if text_of(thought) not in draft.texts and action != "think":
-            draft.texts.append(text_of(thought))
         call_id = text_of(meta.get("tool_call_id"))
         name = text_of(meta.get("function_name")) or action
         call = drafts.call(draft, call_id, name, _arguments(response, call_id, args, action))
         if isinstance(event.get("id"), (int, str)):
             self._calls[event["id"]] = call
+
+    def _draft(
+        self, drafts: Drafts, event: Record, response: dict[str, Any], text: str, copied: bool
+    ) -> Draft:
+        """The message that an action is part of: actions of one answer repeat its text."""
+        own = text_of(response.get("id"))
+        if own and self._answer is not None and self._answer[0] == own:
+            draft = self._answer[1]
+            draft.texts += [] if text in draft.texts else [text]
+            return draft
+        draft = drafts.add(
+            Draft("assistant", [text], timestamp=unix_time(event.get("timestamp")), copied=copied)
+        )
+        draft.model = text_of(response.get("model")) or self._model
+        usage = dict_of(response.get("usage"))
+        counts = [integer_of(usage.get(name)) or 0 for name in ("prompt_tokens", "completion_tokens")]
+        draft.usage = Usage(*counts) if usage else None
+        self._answer = (own, draft)
+        return draft
 
     def _observe(self, drafts: Drafts, event: Record, report: Report) -> None:
         result = _result(event, report)

@@ -15,7 +15,7 @@ from dataclasses import replace
 import pyarrow as pa  # type: ignore[import-untyped]
 import pyarrow.compute as pc  # type: ignore[import-untyped]
 
-from hintloop.replay.ingest.trace import Message, ToolCall, Trace
+from hintloop.replay.ingest.trace import Failure, Message, ToolCall, Trace
 
 _B = r"(?<![A-Za-z0-9_])"
 _VALUE = (
@@ -101,22 +101,32 @@ def _texts(trace: Trace) -> Iterator[str]:
             yield call.arguments
             if call.result is not None:
                 yield call.result.text
+                yield _told(call.result.failure)
+        yield _told(message.failure)
+
+
+def _told(failure: Failure | None) -> str:
+    return "" if failure is None else failure.message
 
 
 def _message(message: Message, clean: Callable[[str], str]) -> Message:
     text, thinking = clean(message.text), clean(message.thinking)
-    return replace(
-        message, text=text, thinking=thinking, calls=tuple(_call(call, clean) for call in message.calls)
-    )
+    calls = tuple(_call(call, clean) for call in message.calls)
+    failure = _failure(message.failure, clean)
+    return replace(message, text=text, thinking=thinking, calls=calls, failure=failure)
 
 
 def _call(call: ToolCall, clean: Callable[[str], str]) -> ToolCall:
     arguments, result = clean(call.arguments), call.result
-    return replace(
-        call,
-        arguments=arguments,
-        result=None if result is None else replace(result, text=clean(result.text)),
-    )
+    if result is not None:
+        text = clean(result.text)
+        result = replace(result, text=text, failure=_failure(result.failure, clean))
+    return replace(call, arguments=arguments, result=result)
+
+
+def _failure(failure: Failure | None, clean: Callable[[str], str]) -> Failure | None:
+    message = clean(_told(failure))
+    return None if failure is None else replace(failure, message=message)
 
 
 def _replacer(kind: str) -> Callable[[re.Match[str]], str]:

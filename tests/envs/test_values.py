@@ -147,6 +147,7 @@ class Tuple(metaclass=Meta):
         {}.keys(),
         b"a".join,
     ],
+    ids=lambda value: type(value).__name__,
 )
 def test_foreign_types_are_refused_at_any_depth(value: object) -> None:
     for holder in (value, [value], (value,), {"k": value}, {1: value}, iter([value])):

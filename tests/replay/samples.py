@@ -378,7 +378,7 @@ def openenv_trace() -> Record:
 
 
 def openenv_capture() -> Record:
-    turns = []
+    turns: list[Record] = []
     for each in openenv_trace()["turns"]:
         answer = each["response"]["choices"][0]["message"]
         captured = {"request_messages": each["request"]["messages"], "response_message": answer}

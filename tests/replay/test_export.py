@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -145,12 +145,12 @@ def conversations(draw: Any) -> tuple[Turn, ...]:
         arguments = draw(
             st.sampled_from(["{}", '{"a": 1}', '"text"', "[1]", "null", "1e400", '{"a":"\\u00e9"}'])
         )
-        called = (names[0], arguments) if names else (None, None)
-        turns.append(Turn("assistant", 0, 0, draw(TEXT) + "!", *called, kind, message, cause))
-        for number, name in enumerate(names):
+        name, given = (names[0], arguments) if names else (None, None)
+        turns.append(Turn("assistant", 0, 0, draw(TEXT) + "!", name, given, kind, message, cause))
+        for number, called in enumerate(names):
             lost = draw(st.booleans())
             turns.append(
-                Turn("tool", 0, 0, "" if lost else draw(TEXT), name, arguments if not number else '{"b":2}',
+                Turn("tool", 0, 0, "" if lost else draw(TEXT), called, arguments if not number else '{"b":2}',
                      error_message=NO_RESULT if lost else None,
                      exit_code=None if lost else draw(st.sampled_from([None, 0, 1, -1])))
             )  # fmt: skip
@@ -313,7 +313,7 @@ def student(repository: Path) -> tuple[Any, Any]:
     "ignore:`(is_)?gradient_checkpointing` is deprecated:FutureWarning"
 )  # transformers itself
 @pytest.mark.parametrize("subset", ["sft", "preference"])
-def test_trainers_of_trl_run_two_steps(tmp_path: Path, student: Callable[..., Any], subset: str) -> None:
+def test_trainers_of_trl_run_two_steps(tmp_path: Path, student: tuple[Any, Any], subset: str) -> None:
     import datasets
     from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
 

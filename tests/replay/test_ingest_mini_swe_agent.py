@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from typing import Any
 
 import pytest
 
 from hintloop.replay.ingest.classify import classify
 from hintloop.replay.ingest.episodes import to_episode
+from hintloop.replay.ingest.redact import redact_trace
 from hintloop.replay.ingest.report import Report
 
 from .recordings import Record, balanced, read
@@ -110,6 +112,18 @@ def test_an_answer_that_is_no_call_is_a_failure_in_a_conversation_of_its_own(
     assert [m.role for m in main.messages] == ["system", "user", "user", "assistant", "assistant"]
     episode = to_episode(side, set(), report)
     assert [site.turn for site in episode.hint_sites] == [2]
+
+
+def test_secrets_in_what_went_wrong_are_replaced() -> None:
+    secret = "ghp_" + "a1" * 18
+    seen = mini_seen("x", -1, "c", f"An error occurred with {secret}", exception_type="NotFound")
+    wrong = complaint(model_response="no block")
+    wrong["content"] = f"I see {secret}"
+    traces, _ = all_of(mini_document([*PROMPT, mini_assistant("x", "c"), seen, wrong, *mini_messages()[2:]]))
+    found: Counter[str] = Counter()
+    episodes = [to_episode(redact_trace(trace, found), set(), Report()) for trace in traces]
+    assert secret not in str(episodes)
+    assert found["github_token"] >= 3
 
 
 def test_version_1_keeps_the_answer_that_it_could_not_use() -> None:

@@ -52,7 +52,7 @@ def test_lines_an_array_and_a_row_hold_the_same_conversation(data: bytes) -> Non
 
 
 def error_event(text: str, kind: str | None) -> Record:
-    about = {} if kind is None else {"classification": {"kind": kind, "retryable": True}}
+    about: Record = {} if kind is None else {"classification": {"kind": kind, "retryable": True}}
     return oh_event("AgentErrorEvent", 3, tool_name="terminal", tool_call_id="c1", error=text, **about)
 
 

@@ -1,12 +1,13 @@
 """No attack gets a reward, in any sandbox; solutions get it in full, and honest mistakes do not.
 
-``python -m pytest tests/envs/attacks -s`` prints what plain pytest says of each beside what these graders say.
+``python -m pytest tests/envs/attacks -s`` prints what plain pytest says of some beside what these graders say;
+``HINTLOOP_REQUIRE=slow`` before it adds the rest.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from typing import NamedTuple, cast
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, cast
 
 import pytest
 
@@ -19,7 +20,7 @@ from hintloop.envs.task import Task
 
 from . import assertion_attacks, function_attacks, repository_attacks
 from .plain import Verdict, judge
-from .repository_attacks import BESIDE_PYTEST, CHECKED_THEFT
+from .repository_attacks import BESIDE_PYTEST, CHECKED_THEFT, KNOWN
 from .tasks import ASSERTIONS, ENDED_LOOPS, FUNCTION, REPOSITORY, SOLVED
 from .work import Attack, Outcome, play, source
 
@@ -50,8 +51,6 @@ HONEST = {
     "no Python": source("def f(x:\n"),
 }
 """Work that is wrong, and no more than that."""
-FOOLED, FOOLED_TWICE = 30, 15
-"""So many attacks must fool plain pytest by its exit code, and by its report too, or the table says nothing."""
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -79,7 +78,14 @@ def outcomes() -> dict[str, Outcome]:
     return {}
 
 
-@pytest.mark.parametrize(("grader", "name"), [(g, n) for g, made in GRADERS.items() for n in made.attacks])
+def _all() -> Iterator[Any]:
+    for grader, made in GRADERS.items():
+        for name in made.attacks:
+            is_slow = grader == "repository" and name in repository_attacks.VARIANTS
+            yield pytest.param(grader, name, marks=pytest.mark.slow if is_slow else ())
+
+
+@pytest.mark.parametrize(("grader", "name"), [*_all()])
 def test_no_attack_gets_a_reward(
     provider: SandboxProvider, outcomes: dict[str, Outcome], grader: str, name: str
 ) -> None:
@@ -123,31 +129,41 @@ def test_what_can_check_an_answer_may_steal_it_from_a_script_only(provider: Sand
     assert found == {"function": 0.0, "assertions": 0.0, "repository": 1.0}
 
 
-def test_plain_pytest_falls_for_many(outcomes: dict[str, Outcome]) -> None:
-    rows = [f"| {'attack':52} | exit code 0 | JUnit: all pass | our reward |", "|---|---|---|---|"]
-    told = {"nothing done": Attack(), "the solution": Attack(SOLVED), **BESIDE_PYTEST}
+@pytest.mark.parametrize(
+    ("names", "num_fooled", "num_fooled_twice"),
+    [(KNOWN, 8, 4), pytest.param(tuple(BESIDE_PYTEST), 40, 20, marks=pytest.mark.slow)],
+    ids=["known", "all"],
+)
+def test_plain_pytest_falls_for_many(
+    outcomes: dict[str, Outcome], names: Sequence[str], num_fooled: int, num_fooled_twice: int
+) -> None:
+    """By its exit code, and by its report too. Without that many the comparison would say nothing."""
+    told = {"nothing done": Attack(), "the solution": Attack(SOLVED)}
     with LocalProvider() as local:
+        for name, attack in told.items():
+            outcomes[name] = play(local, REPOSITORY, attack)
+        told |= {name: BESIDE_PYTEST[name] for name in names}
         verdicts = {name: judge(local, REPOSITORY, attack) for name, attack in told.items()}
-    for name, verdict in verdicts.items():
-        rows.append(
-            f"| {name:52} | {_yes(verdict.exits_with_0)} | {_yes(verdict.all_passed)} | {_told(outcomes, name)} |"
-        )
-    print("\n" + "\n".join(rows))
+    print(
+        "",
+        "| attack | plain: exit code 0 | plain: JUnit all passed | our reward |",
+        "|---|---|---|---|",
+        sep="\n",
+    )
+    for name, (exits_with_0, all_passed) in verdicts.items():
+        print(f"| {name} | {_yes(exits_with_0)} | {_yes(all_passed)} | {_told(outcomes.get(name))} |")
     assert verdicts["nothing done"] == Verdict(False, False)
     assert verdicts["the solution"] == Verdict(True, True)
-    fooled = [name for name in BESIDE_PYTEST if verdicts[name].exits_with_0]
-    fooled_twice = [name for name in fooled if verdicts[name].all_passed]
-    assert len(fooled) >= FOOLED
-    assert len(fooled_twice) >= FOOLED_TWICE
+    assert sum(verdicts[name].exits_with_0 for name in names) >= num_fooled
+    assert sum(verdicts[name] == Verdict(True, True) for name in names) >= num_fooled_twice
 
 
 def _yes(fooled: bool) -> str:
     return "**yes**" if fooled else "no"
 
 
-def _told(outcomes: Mapping[str, Outcome], name: str) -> str:
-    if name not in outcomes:
+def _told(outcome: Outcome | None) -> str:
+    if outcome is None:
         return "not run"
-    reward, parts = outcomes[name]
-    reasons = [part for part in ("forged", "unsteady") if part in parts]
-    return f"{reward:g}" + (f" ({reasons[0]})" if reasons else "")
+    reasons = [part for part in ("forged", "unsteady") if part in outcome.parts]
+    return f"{outcome.reward:g}" + (f" ({reasons[0]})" if reasons else "")
