@@ -54,9 +54,7 @@ async def _evaluate(config: Config, student: Path, run_dir: Path, url: str) -> l
     pool = EnvPool(url, size=settings.in_flight)
     evaluation = Evaluation(
         run_dir=run_dir,
-        tasks={
-            name: draw_tasks(tasks, settings.num_tasks, config.run.seed) for name, tasks in held.items()
-        },
+        tasks={name: draw_tasks(tasks, settings.num_tasks, config.run.seed) for name, tasks in held.items()},
         temperatures=settings.temperatures,
         max_new_tokens=rollout.max_new_tokens,
         in_flight=settings.in_flight,

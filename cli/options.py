@@ -16,7 +16,9 @@ Assignments = Annotated[
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
 TaskSource = Annotated[
     str | None,
-    typer.Option("--tasks", metavar="SET|PATH", help="Task set, folder of tasks, or Python file; sets env.tasks."),
+    typer.Option(
+        "--tasks", metavar="SET|PATH", help="Task set, folder of tasks, or Python file; sets env.tasks."
+    ),
 ]
 ReadyFile = Annotated[Path | None, typer.Option(help="File that gets the URL once connections are accepted.")]
 

@@ -39,20 +39,18 @@ def versions(files: Mapping[str, str], seed: int, *, apart: bool) -> list[dict[s
     """
     rng = random.Random(seed)
     tries = [_tests(files, rng) for _ in range(NUM_VERSIONS)]
-    if not tries[0]:
-        return []
-    if not apart:
+    if tries[0] and not apart:
         tries = [[[way for test in tests for way in test]] for tests in tries]
-    labels = draw(len(tries[0]), rng)
-    places = [
-        rng.random() for _ in labels
-    ]  # the same in all versions: two of them differ no more than one from real
-    made = []
-    for version, tests in enumerate(tries):
-        which = zip(tests, labels, places, strict=True)
-        chosen = [test[int(place * len(test))] for test, label, place in which if label[version]]
-        made.append(_altered(files, chosen))
-    return made
+    chosen: list[list[tuple[str, Way]]] = [[] for _ in tries if tries[0]]
+    for test, labels in zip(zip(*tries, strict=True), draw(len(tries[0]), rng), strict=True):
+        place = rng.random()  # the same in each version, or two would differ more when both are altered
+        ways = [found[int(place * len(found))] for found in test]
+        versions = [version for version, is_altered in enumerate(labels) if is_altered]
+        if len({repr(ways[version]) for version in versions}) < len(versions):
+            versions = [rng.choice(versions)]  # twice the same would tell that it is altered
+        for version in versions:
+            chosen[version].append(ways[version])
+    return [_altered(files, places) for places in chosen]
 
 
 def all_altered(files: Mapping[str, str], seed: int) -> dict[str, str]:

@@ -6,7 +6,6 @@ the reference solution's runs tell that here.
 
 from __future__ import annotations
 
-import math
 import re
 from collections import Counter
 from collections.abc import Iterable
@@ -72,8 +71,8 @@ def contradiction(work: Run, reference: Run, altered: Run, known: Run) -> str | 
     ``unsteady``: something fails that has passed before.
     """
     is_full = work.reward >= reference.reward
-    allowed = known.reward if is_full else max(known.reward, math.nextafter(work.reward, 0.0))
-    if altered.reward > allowed or (altered.left_running and not known.left_running):
+    too_much = altered.reward > known.reward if is_full else altered.reward >= work.reward > known.reward
+    if too_much or (altered.left_running and not known.left_running):
         return "forged"
     right = _passed(work) & _passed(reference)
     if _passed(altered) & right - _passed(known):

@@ -34,6 +34,8 @@ COMMANDS = [
     ["traces", "tokenize"],
     ["traces", "show"],
     ["traces", "stats"],
+    ["traces", "grep"],
+    ["traces", "export"],
     ["sim-engine"],
     ["view"],
     ["student", "build"],

@@ -488,6 +488,18 @@ def test_every_test_is_altered_somewhere_and_no_version_is_all_of_one_kind(seed:
         assert all(any(version) and not all(version) for version in zip(*labels, strict=True))
 
 
+@pytest.mark.parametrize("seed", range(20))
+def test_two_versions_never_agree_on_a_test(seed: int) -> None:
+    """Else the one that runs later would tell that what both say is not real."""
+    source = (
+        "def test_a():\n    assert f(1) is True\ndef test_b():\n    assert f(2) == 'x'\n    assert f(3) == 3\n"
+        "def test_c():\n    with raises(KeyError):\n        f(4)\ndef test_d():\n    assert not f(5)\n"
+    )
+    made = [files["test_it.py"] for files in canary.versions({"test_it.py": source}, seed, apart=True)]
+    for one, other in zip(*(text.split("def ")[1:] for text in made), strict=True):
+        assert one != other
+
+
 def test_a_guess_for_one_test_is_right_in_one_of_three_tries() -> None:
     rng = random.Random(0)
     drawn = [canary.draw(100, rng)[0] for _ in range(6000)]
@@ -548,6 +560,21 @@ def a_run(passed: str, reward: float | None = None, **more: Any) -> Run:
 )
 def test_work_does_what_the_reference_does(real: Run, altered: Run, problem: str | None) -> None:
     assert evidence.contradiction(real, a_run("ABC"), altered, a_run("aBC")) == problem
+
+
+def test_what_can_have_no_full_reward_shows_in_one_run() -> None:
+    reference, known = a_run("ABC"), a_run("aBC")
+    for tried, less, more in (
+        (a_run("aBC"), False, False),
+        (a_run("abC"), True, False),
+        (a_run("", 0.0), True, False),
+        (a_run("ABC"), False, True),
+        (a_run("AbC"), True, True),
+        (a_run("aBC", 1.0), False, True),
+        (a_run("aBC", left_running=True), False, True),
+    ):
+        assert evidence.lacks(tried, known, reference) is less
+        assert evidence.exceeds(tried, known, reference) is more
 
 
 def test_the_full_reward_takes_all_tests() -> None:

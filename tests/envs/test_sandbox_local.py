@@ -487,9 +487,9 @@ def test_a_dead_zygote_takes_its_sandboxes_along_and_is_replaced() -> None:
         family = below(first)
         assert family
         os.kill(first, signal.SIGKILL)
+        assert soon(lambda: not any(map(alive, family)))
         with pytest.raises(SandboxDead):
             sandbox.exec("true", timeout=5)
-        assert soon(lambda: not any(map(alive, family)))
         again = provider.start({"a": "b"})
         assert again.read("a") == b"b"
         assert provider.zygote_pid != first
