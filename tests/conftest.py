@@ -28,8 +28,11 @@ ROOT = Path(__file__).parent.parent
 def _lacks_docker() -> str | None:
     if shutil.which("docker") is None:
         return "there is no docker command"
-    asked = subprocess.run(["docker", "info"], capture_output=True, text=True, timeout=20, check=False)
-    return None if asked.returncode == 0 else f"no Docker engine answers: {asked.stderr.strip()[-200:]}"
+    if importlib.util.find_spec("docker") is None:
+        return "there is no client for Docker; pip install 'hintloop[docker]'"
+    command = ["docker", "image", "inspect", "--format", "{{.Id}}", "hintloop-sandbox"]
+    asked = subprocess.run(command, capture_output=True, text=True, timeout=20, check=False)
+    return None if asked.returncode == 0 else f"no engine that has the image: {asked.stderr.strip()[-200:]}"
 
 
 def _lacks_vllm() -> str | None:
