@@ -6,7 +6,7 @@ They are copied into the sandboxes' root, for a mount of the originals would tel
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from hintloop.envs.sandbox import layout
 
@@ -16,11 +16,17 @@ _LEXERS = ("__init__", "_mapping", "diff", "python")
 _PYTEST = '#!/bin/sh\nexec python -m pytest "$@"\n'
 
 
-def install(root: str, folders: Sequence[str]) -> None:
-    """Copy the packages below ``root``, with a program ``pytest``. ``OSError``."""
-    for folder in folders:
-        _copy(folder, f"{root}{layout.PACKAGES}/{os.path.basename(folder)}")
-    if folders:
+def opened(folders: Sequence[str]) -> dict[str, int]:
+    """Name of each package -> its folder, open; a mount over what is above it then hides nothing. ``OSError``."""
+    return {os.path.basename(folder): os.open(folder, os.O_RDONLY | os.O_DIRECTORY) for folder in folders}
+
+
+def install(root: str, packages: Mapping[str, int]) -> None:
+    """Copy opened packages below ``root``, with a program ``pytest``, and close them. ``OSError``."""
+    for name, fd in packages.items():
+        _copy(f"/proc/self/fd/{fd}", f"{root}{layout.PACKAGES}/{name}")
+        os.close(fd)
+    if packages:
         os.makedirs(root + layout.PROGRAMS)
         with open(f"{root}{layout.PROGRAMS}/pytest", "w", encoding="ascii") as file:
             file.write(_PYTEST)
@@ -32,7 +38,7 @@ def _copy(source: str, target: str) -> None:
     os.makedirs(target)
     for entry in list(os.scandir(source)):
         name = entry.name
-        if "pygments/lexers" in source and name.partition(".")[0] not in (*_LEXERS, "__pycache__"):
+        if "pygments/lexers" in target and name.partition(".")[0] not in (*_LEXERS, "__pycache__"):
             continue
         if entry.is_dir():
             _copy(entry.path, f"{target}/{name}")

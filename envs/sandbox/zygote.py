@@ -178,7 +178,8 @@ def _enter_own_namespaces(control: socket.socket, wanted: Sequence[str], shown: 
     """
     if "mount" not in wanted or not isolation.works(isolation.enter_root):
         return False
-    isolation.enter_root(lambda root: packages.install(root, shown))
+    folders = packages.opened(shown)
+    isolation.enter_root(lambda root: packages.install(root, folders))
     if "pid" in wanted and isolation.works(lambda: isolation.unshare(["pid"])):
         isolation.unshare(["pid"])
         pid = os.fork()
