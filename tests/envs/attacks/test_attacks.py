@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, cast
 
@@ -14,7 +15,6 @@ import pytest
 from hintloop.envs.grading.grade import grade
 from hintloop.envs.registry import register_task
 from hintloop.envs.sandbox.base import SandboxDead, SandboxProvider
-from hintloop.envs.sandbox.local import LocalProvider
 from hintloop.envs.sandbox.providers import open_provider
 from hintloop.envs.task import Task
 
@@ -61,15 +61,20 @@ def _registered() -> None:
 
 @pytest.fixture(scope="module", params=KINDS)
 def provider(request: pytest.FixtureRequest) -> Iterator[SandboxProvider]:
-    try:
-        made = open_provider(cast(str, request.param), pool=3)
-    except SandboxDead as error:
-        pytest.skip(str(error))
-    if request.param == "local" and not {"user", "pid", "mount", "net"} <= set(made.isolation.split("+")):
-        made.close()
-        pytest.skip(f"this host only allows the isolation {made.isolation}")
+    made = _open_or_skip(cast(str, request.param))
     yield made
     made.close()
+
+
+def _open_or_skip(kind: str) -> SandboxProvider:
+    try:
+        made = open_provider(kind, pool=3)
+    except SandboxDead as error:
+        pytest.skip(str(error))
+    if kind == "local" and not {"user", "pid", "mount", "net"} <= set(made.isolation.split("+")):
+        made.close()
+        pytest.skip(f"this host only allows the isolation {made.isolation}")
+    return made
 
 
 @pytest.fixture(scope="module")
@@ -139,7 +144,7 @@ def test_plain_pytest_falls_for_many(
 ) -> None:
     """By its exit code, and by its report too. Without that many the comparison would say nothing."""
     told = {"nothing done": Attack(), "the solution": Attack(SOLVED)}
-    with LocalProvider() as local:
+    with contextlib.closing(_open_or_skip("local")) as local:
         for name, attack in told.items():
             outcomes[name] = play(local, REPOSITORY, attack)
         told |= {name: BESIDE_PYTEST[name] for name in names}
