@@ -25,8 +25,9 @@ from hintloop.envs.models import ToolCall
 from hintloop.envs.registry import register_task
 from hintloop.envs.sandbox.base import SandboxDead, SandboxProvider, SandboxSpec
 from hintloop.envs.sandbox.local import LocalProvider
-from hintloop.envs.sandbox.providers import open_provider
 from hintloop.envs.task import RepositoryTests, Script, Task
+
+from .kinds import open_or_skip
 
 WRONG, RIGHT = "def f(x):\n    return x + x\n", "def f(x):\n    return x * x\n"
 MANIFEST = 'schema_version = "1.4"\n[verifier]\ntimeout_sec = 40\n'
@@ -112,10 +113,7 @@ def local() -> Iterator[LocalProvider]:
 
 @pytest.fixture(scope="module", params=["docker", "docker+gvisor"])
 def containers(request: pytest.FixtureRequest) -> Iterator[SandboxProvider]:
-    try:
-        made = open_provider(cast(str, request.param), pool=2)
-    except SandboxDead as error:
-        pytest.skip(str(error))
+    made = open_or_skip(cast(str, request.param))
     yield made
     made.close()
 

@@ -31,26 +31,11 @@ from hintloop.envs.sandbox.base import (
 )
 from hintloop.envs.sandbox.layout import VERIFIER, WORKSPACE_NAMES
 from hintloop.envs.sandbox.limits import DISK, MEMORY, MiB
-from hintloop.envs.sandbox.providers import open_provider
 
-KINDS = [
-    "local",
-    pytest.param("docker", marks=pytest.mark.docker),
-    pytest.param("docker+gvisor", marks=pytest.mark.docker),
-]
+from .kinds import KINDS, open_or_skip
+
 QUICK = 5.0
 """Seconds within which a command that must not hang ends, on a busy machine."""
-
-
-def open_or_skip(kind: str, pool: int = 2) -> SandboxProvider:
-    try:
-        provider = open_provider(kind, pool=pool)
-    except SandboxDead as error:
-        pytest.skip(str(error))
-    if kind == "local" and not {"user", "pid", "mount", "net"} <= set(provider.isolation.split("+")):
-        provider.close()
-        pytest.skip(f"this host only allows the isolation {provider.isolation}")
-    return provider
 
 
 @pytest.fixture(scope="module", params=KINDS)

@@ -32,6 +32,16 @@ def source(text: str) -> Attack:
     return Attack({"solution.py": text})
 
 
+HONEST = {
+    "nothing done": Attack(),
+    "nearly right": source("def f(x):\n    return x * x if x < 12 else x + x\n"),
+    "right for what is shown": source("def f(x):\n    return {3: 9, 0: 0}.get(x)\n"),
+    "an error": source("def f(x):\n    return x.square()\n"),
+    "no Python": source("def f(x:\n"),
+}
+"""Work that is wrong, and no more than that."""
+
+
 def play(provider: SandboxProvider, task: Task, attack: Attack) -> Outcome:
     """One episode of a registered task: write, run, hand in, be graded."""
     env = CodingEnvironment(provider)
