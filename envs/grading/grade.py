@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from hintloop.envs.grading import assertions, functions, repository
 from hintloop.envs.grading.result import Grade, VisibleResult
-from hintloop.envs.sandbox.base import SandboxProvider
+from hintloop.envs.sandbox.base import SandboxDead, SandboxProvider
 from hintloop.envs.task import AssertTests, FunctionTests, RepositoryTests, Script, Task
 
 if TYPE_CHECKING:
@@ -34,8 +34,18 @@ def max_seconds(task: Task) -> float:
 def grade(provider: SandboxProvider, task: Task, files: Mapping[str, str | None]) -> Grade:
     """Grade what was handed in, by the hidden tests; see ``handin.Files``. Raises ``SandboxDead``.
 
-    ``ValueError`` for a task that cannot be graded at all.
+    Where the kernel lets code end its own sandbox (gVisor's does), that is 0, with ``killed`` in the parts: it dies
+    with this work and lives without it, twice. ``ValueError`` for a task that cannot be graded at all.
     """
+    for _ in range(2):
+        try:
+            return _grade(provider, task, files)
+        except SandboxDead:
+            _grade(provider, task, {})
+    return Grade(0.0, {"tests": 0.0, "killed": 1.0})
+
+
+def _grade(provider: SandboxProvider, task: Task, files: Mapping[str, str | None]) -> Grade:
     match task.tests:
         case RepositoryTests() as tests:
             return repository.grade(provider, task, tests, files)

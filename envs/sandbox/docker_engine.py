@@ -186,6 +186,9 @@ class Engine:
             self._api = docker.APIClient(
                 version="auto", timeout=_TIMEOUT, max_pool_size=_CONNECTIONS, **where
             )
+            self._api.trust_env = (
+                False  # else each request reads the environment, which others may be changing
+            )
 
     def runtimes(self) -> list[str]:
         """Names of the OCI runtimes that the engine knows."""

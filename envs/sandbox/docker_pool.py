@@ -98,6 +98,8 @@ class Pool(Generic[T]):
                 made = self._make()
             except SandboxDead as error:
                 made = error
+            except Exception as error:  # noqa: BLE001 - the thread goes on; whoever waits is told
+                made = SandboxDead(f"{type(error).__name__}: {error}")
             with self._changed:
                 self._num_making -= 1
                 self._keep(made)
