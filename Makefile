@@ -20,7 +20,7 @@ check: $(READY)
 $(READY): pyproject.toml
 	$(PYTHON) -m venv $(VENV)
 	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check torch==2.13.0
-	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check -e '.[train,docker,dev]'
+	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check -e '.[train,docker,replicas,dev]'
 	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps liger-kernel==0.8.5
 	touch $@
 

@@ -1,8 +1,8 @@
 """A conversation as token ids: what the engine consumed and produced, byte for byte.
 
 Nothing is ever tokenised twice. A new tool result is tokenised once, as a suffix, by the model family's own
-renderer; a hint is inserted at token level in front of a turn's generation prompt, and the identity of
-everything around it is checked.
+renderer, which is shown the last turn only: what a turn costs does not depend on how long the episode is. A hint is
+inserted at token level in front of a turn's generation prompt, and the identity of everything around it is checked.
 """
 
 from __future__ import annotations
@@ -39,9 +39,8 @@ class _Prompt:
 
     end: int
     """Tokens before the turn, generation prompt included."""
-    base: int
-    """Tokens of the previous prompt; 0 for the first turn."""
     completion_end: int
+    """Tokens before ``messages``; 0 for the first turn."""
     messages: tuple[Message, ...]
 
 
@@ -61,7 +60,9 @@ class Conversation:
         self.loss_mask: list[int] = [0] * len(opened)
         self.logprobs: list[float] = [0.0] * len(opened)
         self.policy_versions: list[int] = [NOT_SAMPLED] * len(opened)
-        self._prompts = [_Prompt(len(opened), 0, 0, tuple(messages))]
+        self._prompts = [_Prompt(len(opened), 0, tuple(messages))]
+        self._looks_back: bool | None = None
+        """Whether the renderer needs more than the last turn; None before it was tried."""
 
     @property
     def num_turns(self) -> int:
@@ -97,29 +98,30 @@ class Conversation:
 
     def add_results(self, outputs: Sequence[str]) -> None:
         """Append tool results and the next generation prompt. Raises ``RenderError``."""
-        messages: tuple[Message, ...] = tuple({"role": "tool", "content": output} for output in outputs)
-        base, completion_end = self._prompts[-1].end, len(self.token_ids)
-        rendered = self._bridge(base, completion_end, messages)
-        if rendered[:completion_end] != self.token_ids:
-            raise RenderError("the renderer changed earlier tokens")
-        added = len(rendered) - completion_end
-        self.token_ids = rendered
-        self.loss_mask += [0] * added
-        self.logprobs += [0.0] * added
-        self.policy_versions += [NOT_SAMPLED] * added
-        self._prompts.append(_Prompt(len(rendered), base, completion_end, messages))
+        self.add_messages([{"role": "tool", "content": output} for output in outputs])
+
+    def add_messages(self, messages: Sequence[Message]) -> None:
+        """Append what follows a turn, and the next generation prompt. Raises ``RenderError``."""
+        completion_end = len(self.token_ids)
+        suffix = self._bridge(self.num_turns - 1, completion_end, messages)
+        self.token_ids += suffix
+        self.loss_mask += [0] * len(suffix)
+        self.logprobs += [0.0] * len(suffix)
+        self.policy_versions += [NOT_SAMPLED] * len(suffix)
+        self._prompts.append(_Prompt(len(self.token_ids), completion_end, tuple(messages)))
 
     def hint(self, turn: int, text: str, *, role: str = "system") -> HintInsertion:
         """Where and as which tokens a hint message goes before assistant turn ``turn``. Raises ``RenderError``."""
         prompt = self._prompts[turn]
-        messages = (*prompt.messages, {"role": role, "content": text})
+        messages = [*prompt.messages, {"role": role, "content": text}]
         if turn == 0:
-            hinted = self._renderer.render_ids(list(messages), tools=self._tools, add_generation_prompt=True)
+            hinted = self._renderer.render_ids(messages, tools=self._tools, add_generation_prompt=True)
         else:
-            hinted = self._bridge(prompt.base, prompt.completion_end, messages)
+            hinted = self._bridge(turn - 1, prompt.completion_end, messages)
         insert_at = prompt.end - len(self._generation_prompt)
-        hint_ids = hinted[insert_at : len(hinted) - len(self._generation_prompt)]
-        expected = self.token_ids[:insert_at] + hint_ids + self._generation_prompt
+        before = self.token_ids[prompt.completion_end : insert_at]
+        hint_ids = hinted[len(before) : len(hinted) - len(self._generation_prompt)]
+        expected = before + hint_ids + self._generation_prompt
         if not hint_ids or hinted != expected:
             raise RenderError(f"this chat template does not take a {role} message in mid-conversation")
         return HintInsertion(insert_at, tuple(hint_ids))
@@ -138,10 +140,23 @@ class Conversation:
                 return tuple(body[: index + 1])
         raise RenderError(f"this renderer cannot render the call {json.dumps(function)[:200]}")
 
-    def _bridge(self, base: int, completion_end: int, messages: tuple[Message, ...]) -> list[int]:
-        rendered = self._renderer.bridge_to_next_turn(
-            self.token_ids[:base], self.token_ids[base:completion_end], list(messages), tools=self._tools
-        )
+    def _bridge(self, turn: int, completion_end: int, messages: Sequence[Message]) -> list[int]:
+        """The tokens that follow assistant turn ``turn``, which ends at ``completion_end``."""
+        start = self._prompts[turn].end - len(self._generation_prompt)
+        if self._looks_back is None:
+            whole = self._append(0, turn, completion_end, messages)
+            self._looks_back = self._append(start, turn, completion_end, messages) != whole
+            return whole
+        return self._append(0 if self._looks_back else start, turn, completion_end, messages)
+
+    def _append(self, start: int, turn: int, completion_end: int, messages: Sequence[Message]) -> list[int]:
+        """What the renderer appends when it is shown the tokens from ``start`` on."""
+        base = self._prompts[turn].end
+        prompt, completion = self.token_ids[start:base], self.token_ids[base:completion_end]
+        rendered = self._renderer.bridge_to_next_turn(prompt, completion, list(messages), tools=self._tools)
         if rendered is None:
             raise RenderError("the renderer cannot append to this conversation without rewriting it")
-        return list(rendered.token_ids)
+        ids, known = list(rendered.token_ids), completion_end - start
+        if ids[:known] != prompt + completion:
+            raise RenderError("the renderer changed earlier tokens")
+        return ids[known:]

@@ -6,11 +6,14 @@ other than the agent broke, there is no score to give and nothing to learn from.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from typing import Any, Literal, Protocol
+from functools import partial
+from typing import Any, Literal, Protocol, TypeVar
 
 from hintloop.agent.engine import Engine, EngineError, Sample, Sampling
 from hintloop.agent.policy import ChatFormat
@@ -29,8 +32,14 @@ __all__ = [
     "Played",
     "Player",
     "Stepped",
+    "TaskUnfit",
     "TurnEvent",
 ]
+
+LONG = 8192
+"""Characters or tokens; the event loop is not held up for the work on so many."""
+_POOL = ThreadPoolExecutor(max_workers=2, thread_name_prefix="tokens")
+T = TypeVar("T")
 
 Observer = Callable[[TurnEvent], None]
 """Called after each turn; must return at once."""
@@ -59,9 +68,14 @@ class EpisodeLost(Exception):
     """Something that is not the agent broke; the episode has no score and is to be replaced."""
 
     def __init__(self, reason: str, detail: str):
-        """``reason`` is one word to count by: ``engine``, ``environment``, ``sandbox`` or ``ungraded``."""
+        """``reason`` is one word to count by: ``engine``, ``environment``, ``sandbox``, ``ungraded`` or ``agent``
+        (an agent program that broke)."""
         super().__init__(f"{reason}: {detail}")
         self.reason = reason
+
+
+class TaskUnfit(ValueError):
+    """The task's prompt is too long for an episode."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,11 +129,11 @@ class Player:
         keep: Keeper | None,
     ) -> Played:
         opened = await env.reset(task_id=spec.task_id, episode_id=spec.episode_id)
-        task = _task_of(opened.observation)
-        log = Transcript(self.chat, spec, task)
+        task = task_of(opened.observation)
+        log = await _beside(len(task.instruction), partial(Transcript, self.chat, spec, task))
         if len(log.conversation.token_ids) >= self.max_tokens:
             prompt = len(log.conversation.token_ids)
-            raise ValueError(
+            raise TaskUnfit(
                 f"the prompt of {prompt} tokens leaves no room in {self.max_tokens} for an episode"
             )
         final: Stepped | None = None
@@ -128,7 +142,7 @@ class Player:
             sample = await self.engine.generate(
                 log.conversation.token_ids, replace(sampling, max_new_tokens=limit), session=spec.episode_id
             )
-            calls = log.add_sample(sample)
+            calls = await _beside(len(sample.token_ids), partial(log.add_sample, sample))
             if sample.finish_reason == "length" and limit == room:
                 break
             kept = "no" if keep is None else keep(log.conversation.num_turns - 1, sample, calls)
@@ -138,11 +152,14 @@ class Player:
                 observe(event)
             if results[-1].done:
                 final = results[-1]
-            elif not log.add_results([step.observation.output for step in results]):
+                continue
+            outputs = [step.observation.output for step in results]
+            if not await _beside(sum(map(len, outputs)), partial(log.add_results, outputs)):
                 break
-        return self._finish(log, final)
+        return await _beside(len(log.conversation.token_ids), partial(self.finish, log, final))
 
-    def _finish(self, log: Transcript, final: Stepped | None) -> Played:
+    def finish(self, log: Transcript, final: Stepped | None) -> Played:
+        """The episode of a transcript; ``final`` ended it, None: it ran out of room. Raises ``EpisodeLost``."""
         if final is not None and final.reward is None:
             raise EpisodeLost("ungraded", "the environment ended the episode without a reward")
         sites = log.hint_sites(self.hint_role)
@@ -172,14 +189,23 @@ class Player:
         return Played(episode, log.notes())
 
 
-def _task_of(observation: ToolResult) -> TaskInfo:
-    _check_infra(observation)
+async def _beside(size: int, call: Callable[[], T]) -> T:
+    """``call()``, in a thread of a pool when it has much to work on."""
+    if size < LONG:
+        return call()
+    return await asyncio.get_running_loop().run_in_executor(_POOL, call)
+
+
+def task_of(observation: ToolResult) -> TaskInfo:
+    """The task that a reset gave. Raises ``EpisodeLost``."""
+    check_infra(observation)
     if observation.task is None:
         raise EpisodeLost("environment", "reset gave no task")
     return observation.task
 
 
-def _check_infra(observation: ToolResult) -> None:
+def check_infra(observation: ToolResult) -> None:
+    """Raises ``EpisodeLost`` when the machinery failed."""
     error = observation.error
     if error is not None and error.cause is Cause.INFRA:
         raise EpisodeLost("sandbox", f"{error.kind}: {error.message}")
@@ -191,7 +217,7 @@ async def _run_calls(env: Environment, calls: Sequence[ToolCall], keep: Keep) ->
     for call in calls:
         first = keep != "no" and not results
         results.append(await env.step(call.model_copy(update={"keep": keep}) if first else call))
-        _check_infra(results[-1].observation)
+        check_infra(results[-1].observation)
         if results[-1].done:
             break
     return results

@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import lru_cache
 from pathlib import Path
@@ -132,6 +132,24 @@ def make_renderer(tokenizer: Any, family: str) -> Any:
         return create_renderer(_Encoder(tokenizer) if tokenizer.is_fast else tokenizer, config)
     except (ValueError, KeyError, AssertionError) as error:
         raise ValueError(f"{family!r} does not fit this tokenizer, or is no renderer: {error}") from error
+
+
+def retaining(chat: ChatFormat) -> ChatFormat:
+    """The same chat format, except that what a model thought stays when a user message follows.
+
+    Without that, many templates take earlier thoughts out at every user message, so that a conversation with
+    several of those cannot grow in place. A renderer that has no such choice stays as it is.
+    """
+    from renderers import create_renderer
+
+    config = chat.renderer.config
+    try:
+        kept = type(config).model_validate(
+            {**config.model_dump(exclude_unset=True), "thinking_retention": "all"}
+        )
+    except ValueError:
+        return chat
+    return replace(chat, renderer=create_renderer(_Encoder(chat.tokenizer), kept))
 
 
 class _Encoder:

@@ -2,24 +2,25 @@
 
 The whole conversation is rendered in one go; a turn of the model begins behind the generation prompt and ends
 with its end-of-turn token. Who sampled is another model at unknown probabilities: log-probabilities are NaN and
-the policy version is ``NOT_SAMPLED``, so a recording feeds the hints and no ratio is formed with it. A hint says
-what the recording says of the error; it knows no more.
+the policy version is ``NOT_SAMPLED``, so a recording feeds hints and pairs and no ratio is formed with it. A hint
+says what the recording says of the error; it knows no more. A pair's rejected side is the turn as it was recorded,
+its chosen side the teachers' call alone, as the template writes it.
 """
 
 from __future__ import annotations
 
-import json
 import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 from hintloop.agent import hints
-from hintloop.agent.conversation import Message
+from hintloop.agent.conversation import Conversation, Message, RenderError
 from hintloop.agent.policy import ChatFormat
 from hintloop.envs.errors import Cause, ToolError
-from hintloop.replay.episode import NOT_SAMPLED, Episode, HintSite, Turn
+from hintloop.envs.models import ToolCall
+from hintloop.replay.episode import NOT_SAMPLED, Episode, HintSite, PreferencePair, Turn
+from hintloop.replay.export.chat import action_of, messages_of
 
 MESSAGE_CHARS = 200
 """Of the error's text, as much goes into the hint."""
@@ -32,6 +33,7 @@ _ADVICE = {
 """For kinds whose usual hint names what only a live environment knows."""
 _UNRENDERABLE = (ValueError, TypeError, KeyError, IndexError, AttributeError)
 """What a renderer raises for a conversation that its template does not have."""
+_NO_TOKENS = "the turn has no tokens of its own in this chat template"
 
 
 class NotRendered(Exception):
@@ -40,15 +42,17 @@ class NotRendered(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Tokenised:
-    """An episode with tokens, and its errors that got no hint site, by reason."""
+    """An episode with tokens, and what has none, by reason."""
 
     episode: Episode
     dropped: Counter[str] = field(default_factory=Counter)
+    """Errors that got no hint site."""
+    dropped_pairs: Counter[str] = field(default_factory=Counter)
 
 
 def tokenise(episode: Episode, chat: ChatFormat, *, hint_role: str = "system") -> Tokenised:
     """The tokens of an episode that has text only. Raises ``NotRendered``."""
-    messages, of_turn = _messages(episode.turns)
+    messages, of_turn = _numbered(messages_of(episode))
     opening = _generation_prompt(chat)
     try:
         rendered = chat.renderer.render(messages)
@@ -67,9 +71,8 @@ def tokenise(episode: Episode, chat: ChatFormat, *, hint_role: str = "system") -
             mask[start:end] = [1] * (end - start)
             text = chat.tokenizer.decode(ids[start : end - 1]) if end > start else text
         turns.append(replace(turn, start=start, end=end, text=text))
-    dropped: Counter[str] = Counter()
     sites = [_site(site, turns, messages, of_turn, chat, opening, hint_role) for site in episode.hint_sites]
-    dropped.update(site for site in sites if isinstance(site, str))
+    pairs = [_pair(pair, turns, ids, chat) for pair in episode.pairs]
     made = replace(
         episode,
         tokenizer_fingerprint=chat.fingerprint,
@@ -79,8 +82,13 @@ def tokenise(episode: Episode, chat: ChatFormat, *, hint_role: str = "system") -
         policy_versions=[NOT_SAMPLED] * len(ids),
         turns=tuple(turns),
         hint_sites=tuple(site for site in sites if isinstance(site, HintSite)),
+        pairs=tuple(pair for pair in pairs if isinstance(pair, PreferencePair)),
     )
-    return Tokenised(made, dropped)
+    return Tokenised(
+        made,
+        Counter(site for site in sites if isinstance(site, str)),
+        Counter(pair for pair in pairs if isinstance(pair, str)),
+    )
 
 
 def hint_text(turn: Turn) -> str:
@@ -94,33 +102,11 @@ def hint_text(turn: Turn) -> str:
     return f"{advice}; avoid this: {' '.join(lines)[:MESSAGE_CHARS]}" if lines else advice
 
 
-def _messages(turns: Sequence[Turn]) -> tuple[list[Message], list[int | None]]:
-    """The turns as chat messages, and the number of each turn's message; None for a call without result."""
-    messages: list[Message] = []
-    numbers: list[int | None] = []
-    for index, turn in enumerate(turns):
-        if turn.role == "tool" and turn.error_message is not None:
-            numbers.append(None)
-            continue
-        numbers.append(len(messages))
-        message: Message = {"role": turn.role, "content": turn.text}
-        if turn.role == "assistant" and (calls := _calls(turns, index)):
-            message["tool_calls"] = calls
-        elif turn.role == "tool":
-            message["name"] = turn.tool_name or ""
-        messages.append(message)
-    return messages, numbers
-
-
-def _calls(turns: Sequence[Turn], index: int) -> list[dict[str, Any]]:
-    calls = []
-    for turn in turns[index + 1 :]:
-        if turn.role != "tool":
-            break
-        arguments = json.loads(turn.tool_arguments or "{}")
-        given = arguments if isinstance(arguments, dict) else {"input": arguments}
-        calls.append({"type": "function", "function": {"name": turn.tool_name or "", "arguments": given}})
-    return calls
+def _numbered(told: Sequence[Message | None]) -> tuple[list[Message], list[int | None]]:
+    """The messages, and the number of each turn's message; None for a call without result."""
+    messages = [message for message in told if message is not None]
+    counter = iter(range(len(messages)))
+    return messages, [None if message is None else next(counter) for message in told]
 
 
 def _generation_prompt(chat: ChatFormat) -> list[int]:
@@ -165,7 +151,7 @@ def _site(
     """The site with its tokens, or why there is none."""
     turn, number = turns[site.turn], of_turn[site.turn]
     if turn.start == turn.end or number is None:
-        return "the turn has no tokens of its own in this chat template"
+        return _NO_TOKENS
     try:
         text = hint_text(turn)
     except KeyError:
@@ -181,6 +167,28 @@ def _site(
         start=turn.start,
         end=turn.end,
         hint_ids=tuple(hint_ids),
+    )
+
+
+def _pair(
+    pair: PreferencePair, turns: Sequence[Turn], ids: Sequence[int], chat: ChatFormat
+) -> PreferencePair | str:
+    """The pair with its tokens, or why there is none."""
+    turn, action = turns[pair.turn], action_of(pair.chosen_text)
+    if turn.start == turn.end:
+        return _NO_TOKENS
+    if action is None:
+        return "the chosen action is no call that can be read"
+    call = ToolCall(name=action[0], arguments=action[1])
+    try:
+        speaker = Conversation(chat.renderer, [{"role": "user", "content": "x"}])
+        chosen = speaker.encode_call(call)
+        if speaker.parse(chosen) != [call]:
+            raise RenderError("read again, it is another")
+    except (RenderError, *_UNRENDERABLE):
+        return "this chat template cannot write the chosen call"
+    return replace(
+        pair, prompt_end=turn.start, chosen_ids=chosen, rejected_ids=tuple(ids[turn.start : turn.end])
     )
 
 

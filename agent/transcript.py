@@ -67,8 +67,15 @@ class EpisodeNotes:
 class Transcript:
     """Grows by one assistant turn and its results at a time."""
 
-    def __init__(self, chat: ChatFormat, spec: EpisodeSpec, task: TaskInfo):
-        messages, tools = first_messages(task, chat.prompt)
+    def __init__(
+        self,
+        chat: ChatFormat,
+        spec: EpisodeSpec,
+        task: TaskInfo,
+        opening: tuple[Sequence[Message], Sequence[dict[str, Any]]] | None = None,
+    ):
+        """``opening``: the first messages and the tools in them; None: those that the chat format gives the task."""
+        messages, tools = first_messages(task, chat.prompt) if opening is None else opening
         self.spec = spec
         self.conversation = Conversation(chat.renderer, messages, tools=tools)
         self.turns: list[Turn] = []
@@ -83,12 +90,14 @@ class Transcript:
         self._dropped: Counter[str] = Counter()
         self._render_failures = 0
         self._steps = 0
-        closed = chat.renderer.render(messages, tools=tools or None)
+        closed = chat.renderer.render(list(messages), tools=list(tools) or None)
         self._prompt_tokens = self.conversation.prompt_end(0) - len(closed.token_ids)
         for number, message in enumerate(messages):
             own = [at for at, index in enumerate(closed.message_indices) if index == number]
             start, end = (own[0], own[-1] + 1) if own else (0, 0)
-            self.turns.append(Turn(role=message["role"], start=start, end=end, text=message["content"]))
+            # What an agent says that its model has said is context: nothing of it was sampled here.
+            role = "context" if message["role"] == "assistant" else message["role"]
+            self.turns.append(Turn(role=role, start=start, end=end, text=message["content"]))
 
     def add_sample(self, sample: Sample) -> list[ToolCall]:
         """Append an assistant turn; its calls."""
@@ -111,60 +120,43 @@ class Transcript:
 
     def turn_done(self, calls: Sequence[ToolCall], results: Sequence[ToolResult]) -> TurnEvent:
         """Record what the calls of the last turn gave. The first error of a turn is the turn's error."""
-        index = self._assistants[-1]
         before = tuple(self._messages)
-        errors = tuple(result.error for result in results if result.error is not None)
-        self._kinds.update(error.kind for error in errors)
-        if errors:
-            first, known = errors[0], self._known(calls, results)
-            self._errors.append((len(self._assistants) - 1, first, known))
-            self.turns[index] = replace(
-                self.turns[index],
-                error_kind=first.kind,
-                error_message=first.message,
-                error_cause=first.cause.value,
-            )
-        here = len(self.conversation.token_ids)
-        for call, result in zip(calls, results, strict=False):
-            self.submitted |= call.malformed is None and call.name == "submit" and result.error is None
-            self.turns.append(
-                Turn(
-                    role="tool",
-                    start=here,
-                    end=here,
-                    text=result.output,
-                    tool_name=None if call.malformed is not None else call.name,
-                    exit_code=result.exit_code,
-                    seconds=result.seconds,
-                )
-            )
+        made = list(zip(calls, results, strict=False))
+        self._note_errors(made)
+        self.turns += [self._tool_turn(call, result) for call, result in made]
         self._add_messages(calls[: len(results)], results)
-        self._steps += len(results)
-        return TurnEvent(
-            spec=self.spec,
-            conversation=self.conversation,
-            turn=len(self._assistants) - 1,
-            episode_turn=index,
-            messages=before,
-            task=self._task,
-            calls=tuple(calls),
-            errors=errors,
-            sampled_ids=self._sampled[-1].token_ids,
-            logprobs=self._sampled[-1].logprobs,
-            step=self._steps + 1 - len(results),
-            ended=self._sampled[-1].finish_reason == "stop",
-            text=self.turns[index].text,
-        )
+        return self._event(before, calls, results)
+
+    def turn_answered(
+        self,
+        calls: Sequence[ToolCall],
+        made: Sequence[tuple[ToolCall, ToolResult]],
+        followed: Sequence[Message],
+    ) -> TurnEvent:
+        """The same for an agent that runs what it wants: ``made`` are the calls that the turn led to, with what
+        they gave, and ``followed`` the messages that the agent goes on with, if it does; ``append`` has to follow then.
+        """
+        self._note_errors(made)
+        for number in range(max(len(made), len(followed))):
+            turn = self._tool_turn(*made[number]) if number < len(made) else self._turn_here("tool", "")
+            if number < len(followed):
+                turn = replace(turn, role=followed[number]["role"], text=followed[number]["content"])
+            self.turns.append(turn)
+        return self._event((), calls, [result for _, result in made])
 
     def add_results(self, outputs: Sequence[str]) -> bool:
         """Append tool results to the tokens; False when the chat template cannot."""
+        return self.append([{"role": "tool", "content": output} for output in outputs])
+
+    def append(self, messages: Sequence[Message]) -> bool:
+        """Append what follows the last turn to the tokens; False when the chat template cannot."""
         start = len(self.conversation.token_ids)
         try:
-            self.conversation.add_results(outputs)
+            self.conversation.add_messages(messages)
         except RenderError:
             self._render_failures += 1
             return False
-        # The results are rendered in one piece: the first tool turn has its tokens, the others none.
+        # They are rendered in one piece: the first turn of them has the tokens, the others none.
         end = len(self.conversation.token_ids) - self._prompt_tokens
         first = self._assistants[-1] + 1
         self.turns[first] = replace(self.turns[first], start=start, end=end)
@@ -190,10 +182,57 @@ class Transcript:
                 sites[failing] = site
         return tuple(sites.values())
 
-    def _known(self, calls: Sequence[ToolCall], results: Sequence[ToolResult]) -> dict[str, Any]:
-        """What the agent knows of its first failed call."""
-        failed = next(number for number, result in enumerate(results) if result.error is not None)
-        return hints.context(self._task.tools, calls[failed], results[failed].output)
+    def _note_errors(self, made: Sequence[tuple[ToolCall, ToolResult]]) -> None:
+        """Count the errors of the last turn; the first becomes its own."""
+        failed = [(call, result, result.error) for call, result in made if result.error is not None]
+        self._kinds.update(error.kind for _, _, error in failed)
+        if not failed:
+            return
+        call, result, first = failed[0]
+        known = hints.context(self._task.tools, call, result.output)
+        self._errors.append((len(self._assistants) - 1, first, known))
+        index = self._assistants[-1]
+        self.turns[index] = replace(
+            self.turns[index],
+            error_kind=first.kind,
+            error_message=first.message,
+            error_cause=first.cause.value,
+        )
+
+    def _tool_turn(self, call: ToolCall, result: ToolResult) -> Turn:
+        self.submitted |= call.malformed is None and call.name == "submit" and result.error is None
+        return replace(
+            self._turn_here("tool", result.output),
+            tool_name=None if call.malformed is not None else call.name,
+            exit_code=result.exit_code,
+            seconds=result.seconds,
+        )
+
+    def _turn_here(self, role: str, text: str) -> Turn:
+        here = len(self.conversation.token_ids)
+        return Turn(role=role, start=here, end=here, text=text)
+
+    def _event(
+        self, before: tuple[Message, ...], calls: Sequence[ToolCall], results: Sequence[ToolResult]
+    ) -> TurnEvent:
+        """What whoever watches is told of the last turn."""
+        self._steps += len(results)
+        index, sample = self._assistants[-1], self._sampled[-1]
+        return TurnEvent(
+            spec=self.spec,
+            conversation=self.conversation,
+            turn=len(self._assistants) - 1,
+            episode_turn=index,
+            messages=before,
+            task=self._task,
+            calls=tuple(calls),
+            errors=tuple(result.error for result in results if result.error is not None),
+            sampled_ids=sample.token_ids,
+            logprobs=sample.logprobs,
+            step=self._steps + 1 - len(results),
+            ended=sample.finish_reason == "stop",
+            text=self.turns[index].text,
+        )
 
     def _hint_site(self, turn: int, error: ToolError, known: dict[str, Any], role: str) -> HintSite | None:
         try:

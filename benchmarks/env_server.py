@@ -19,8 +19,9 @@ import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
-from hintloop.envs.client import CodingEnvClient, EnvPool
+from hintloop.envs.client import CodingEnvClient
 from hintloop.envs.models import ToolCall
+from hintloop.envs.pool import EnvPool
 from hintloop.envs.registry import register_taskset
 from hintloop.envs.sandbox.local import LocalProvider
 from hintloop.envs.server import serve

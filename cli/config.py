@@ -19,6 +19,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from hintloop.cli import toml
 from hintloop.cli.errors import UserError
 from hintloop.learner.config import LearnerConfig
+from hintloop.learner.replicas.config import ReplicasConfig
 from hintloop.rollout.config import EvaluationConfig, RolloutConfig, TeachersConfig, TeacherSpec
 
 TWINS = (
@@ -75,6 +76,17 @@ class EnvSection(_Section):
     """Port to listen on; 0 takes a free one."""
     max_sessions: int = Field(default=64, ge=1)
     """Episodes that the server plays at the same time at most."""
+    servers: tuple[str, ...] = ()
+    """URLs of environment servers that are there already, such as ``ws://host:8000``; all must have the tasks. An
+    episode goes to the least loaded one; one that dies is left out until it is back. None: ``play`` starts one."""
+
+    @field_validator("servers")
+    @classmethod
+    def _are_urls(cls, servers: tuple[str, ...]) -> tuple[str, ...]:
+        for url in servers:
+            if not url.startswith(("ws://", "wss://", "http://", "https://")):
+                raise ValueError(f"{url!r} is no URL such as ws://127.0.0.1:8000")
+        return servers
 
     @field_validator("tasks")
     @classmethod
@@ -119,6 +131,7 @@ class Config(_Section):
     evaluation: EvaluationConfig = EvaluationConfig()
     teachers: TeachersSection = TeachersSection()
     learner: LearnerConfig = LearnerConfig()
+    replicas: ReplicasConfig = ReplicasConfig()
 
     @model_validator(mode="after")
     def _fits_together(self) -> Config:

@@ -1,20 +1,25 @@
-"""``hintloop evaluate``: the held-out evaluation of one model, with an environment server of its own."""
+"""``hintloop evaluate``: the held-out evaluation of one model.
+
+It starts an environment server of its own, unless ``env.servers`` names some.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from hintloop.agent.episode import Player
+from hintloop.agent.external import open_player
 from hintloop.cli.config import Config
 from hintloop.cli.model import prepare_student
 from hintloop.cli.play import env_options
 from hintloop.cli.runfolder import RunFolder
 from hintloop.cli.supervise import ChildFailed, ChildSpec, Supervisor
-from hintloop.envs.client import EnvPool
+from hintloop.envs.pool import EnvPool
 from hintloop.envs.registry import find_taskset
 from hintloop.rollout.evaluate import Evaluation, draw_tasks, held_out
 from hintloop.rollout.run import load_local_agent
@@ -29,8 +34,8 @@ def evaluate_model(config: Config) -> list[dict[str, Any]]:
     with tempfile.TemporaryDirectory(prefix="hintloop-") as name, Supervisor() as supervisor:
         folder = RunFolder(Path(name))
         student = prepare_student(config.student, folder.student)
-        url = _start_server(supervisor, folder, config)
-        rows = asyncio.run(_evaluate(config, student, folder.path, url))
+        urls = config.env.servers or [_start_server(supervisor, folder, config)]
+        rows = asyncio.run(_evaluate(config, student, folder.path, urls))
     return [{key: row[key] for key in _SHOWN} for row in rows]
 
 
@@ -45,13 +50,15 @@ def _start_server(supervisor: Supervisor, folder: RunFolder, config: Config) -> 
         raise ChildFailed(error.name, f"{error}: {error.tail}", "") from error
 
 
-async def _evaluate(config: Config, student: Path, run_dir: Path, url: str) -> list[dict[str, Any]]:
+async def _evaluate(
+    config: Config, student: Path, run_dir: Path, urls: Sequence[str]
+) -> list[dict[str, Any]]:
     rollout, settings = config.rollout, config.evaluation
     found = find_taskset(config.env.tasks)
     held = held_out(found.splits(), settings.splits, rollout.split)
     version = Fetched(version=0, folder=student, final=True, metadata={})
     agent = await asyncio.to_thread(load_local_agent, version, config=rollout, seed=config.run.seed)
-    pool = EnvPool(url, size=settings.in_flight)
+    pool = EnvPool(urls, size=settings.in_flight)
     evaluation = Evaluation(
         run_dir=run_dir,
         tasks={name: draw_tasks(tasks, settings.num_tasks, config.run.seed) for name, tasks in held.items()},
@@ -69,9 +76,10 @@ async def _evaluate(config: Config, student: Path, run_dir: Path, url: str) -> l
         hint_role=rollout.hint_role,
     )
     try:
-        return await evaluation.run(
-            "alone", 0, settings.num_tasks, player, pool.session, lambda progress: None
-        )
+        async with open_player(player, rollout.agent, idle_s=rollout.agent_timeout_s) as playing:
+            return await evaluation.run(
+                "alone", 0, settings.num_tasks, playing, pool.session, lambda progress: None
+            )
     finally:
         await pool.close()
         await agent.engine.close()

@@ -11,9 +11,10 @@ from typing import Annotated
 import typer
 from typer.exceptions import TyperException
 
-from hintloop.cli import parts, sim, student, tasks, traces
+from hintloop.cli import journal, parts, sim, student, tasks, traces
 from hintloop.cli.errors import ERROR_PREFIX, UserError, is_expected, report_line
 from hintloop.cli.options import AsJson, Assignments, ConfigFile, Preset, TaskSource
+from hintloop.cli.setup import setup
 from hintloop.cli.view.command import view
 
 EXIT_USER_ERROR = 2
@@ -30,6 +31,8 @@ app.add_typer(parts.serve_app, name="serve")
 app.add_typer(tasks.app, name="tasks")
 app.add_typer(student.app, name="student")
 app.add_typer(traces.app, name="traces")
+app.add_typer(journal.app, name="journal")
+app.command()(setup)
 app.command()(parts.rollout)
 app.command()(parts.learn)
 app.command()(parts.evaluate)
@@ -109,11 +112,10 @@ def status(run: Run, as_json: AsJson = False) -> None:
 
     Example: `hintloop status runs/laptop-20260101-120000 --json`
     """
-    from hintloop.cli.output import show
     from hintloop.cli.runfolder import existing
-    from hintloop.cli.status import rows
+    from hintloop.cli.status import print_status
 
-    show(rows(existing(run)), as_json=as_json)
+    print_status(existing(run), as_json=as_json)
 
 
 @app.command()

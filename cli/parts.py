@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import sys
 import time
+from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -28,6 +30,7 @@ if TYPE_CHECKING:
 
 EXIT_STOPPED = 130
 """A signal ended it before it was done."""
+POLL_S = 0.2
 SANDBOX_POOL = 8
 """Sandboxes kept ready at most, where starting one takes long."""
 
@@ -108,14 +111,51 @@ def serve_expert(
     serve(next_call, host=host, port=port, ready_file=ready_file)
 
 
+@serve_app.command("lighthouse")
+def serve_lighthouse(
+    host: Annotated[str, typer.Option(help="Address to listen on; nobody is asked who he is.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port; 0 takes a free one.")] = 29510,
+    min_replicas: Annotated[int, typer.Option(min=1, help="Replicas without which nobody goes on.")] = 1,
+) -> None:
+    """Serve the place where the replicas of a learner find each other (torchft's lighthouse).
+
+    Example: `hintloop serve lighthouse --min-replicas 2`
+    """
+    from hintloop.learner.replicas.lighthouse import open_lighthouse
+    from hintloop.learner.stop import sigterm
+
+    with sigterm() as stopped, open_lighthouse(host, port, min_replicas=min_replicas) as url:
+        typer.echo(url)
+        while not stopped():
+            time.sleep(POLL_S)
+
+
 def rollout(
-    env_url: Annotated[str, typer.Option(metavar="URL", help="Environment server.")],
+    env_url: Annotated[
+        list[str] | None,
+        typer.Option(metavar="URL", help="Environment server; may be repeated. Default: env.servers."),
+    ] = None,
     run: RunOption = None,
     journal: Journal = None,
     weights: Weights = None,
     expert_url: Annotated[
         str | None, typer.Option(metavar="URL", help="Server of the scripted expert.")
     ] = None,
+    engine_url: Annotated[
+        str | None,
+        typer.Option(
+            metavar="URL", help="Inference servers, one at each address of the name; sets rollout.engines."
+        ),
+    ] = None,
+    agent: Annotated[
+        str | None,
+        typer.Option(
+            metavar="CMD", help="Command line of the program that is the agent; sets rollout.agent."
+        ),
+    ] = None,
+    show_progress: Annotated[
+        bool, typer.Option("--progress", help="Log a line about the run now and then.")
+    ] = False,
     task_source: TaskSource = None,
     preset: Preset = None,
     config: ConfigFile = None,
@@ -125,29 +165,38 @@ def rollout(
 
     Example: `hintloop rollout --run runs/one --env-url http://127.0.0.1:8000`
     """
+    from hintloop.cli.services import progress, servers_by_name
     from hintloop.envs.registry import find_taskset
-    from hintloop.rollout.run import run_rollout
+    from hintloop.rollout.run import ROSTER, run_rollout
 
     _log_to_stderr()
-    folder, settings = _run_of(
-        run, preset, config, assignments, part="rollout", values=tasks_setting(task_source)
-    )
+    values = tasks_setting(task_source) | ({"rollout.engines": [engine_url]} if engine_url else {})
+    values |= {"rollout.agent": agent} if agent else {}
+    folder, settings = _run_of(run, preset, config, assignments, part="rollout", values=values)
+    env_urls = env_url or settings.env.servers
+    if not env_urls:
+        raise UserError("give an --env-url, the address of `hintloop serve env`, or set env.servers")
     if settings.teachers.scripted and expert_url is None:
         raise UserError("teachers.scripted needs --expert-url, the address of `hintloop serve expert`")
     found = find_taskset(settings.env.tasks)
-    summary = run_rollout(
-        run_dir=folder.path,
-        journal_uri=journal or str(folder.journal),
-        weights_uri=weights or str(folder.weights),
-        env_url=env_url,
-        splits=found.splits(),
-        model=settings.student.model,
-        env=found.name,
-        seed=settings.run.seed,
-        config=settings.rollout,
-        evaluation=settings.evaluation,
-        teachers=settings.teachers.with_expert(expert_url),
-    )
+    with ExitStack() as beside:
+        if engine_url:
+            beside.enter_context(servers_by_name(engine_url, folder.path / ROSTER))
+        if show_progress:
+            beside.enter_context(progress(folder, settings))
+        summary = run_rollout(
+            run_dir=folder.path,
+            journal_uri=journal or str(folder.journal),
+            weights_uri=weights or str(folder.weights),
+            env_url=env_urls,
+            splits=found.splits(),
+            model=settings.student.model,
+            env=found.name,
+            seed=settings.run.seed,
+            config=settings.rollout,
+            evaluation=settings.evaluation,
+            teachers=settings.teachers.with_expert(expert_url),
+        )
     typer.echo(
         f"rollout ended ({summary.stopped}) at version {summary.version}: {summary.groups} groups in the "
         f"journal, {summary.seconds:.0f} s, of which {summary.waited_s:.0f} s waiting for the learner"
@@ -167,42 +216,76 @@ def learn(
         str | None,
         typer.Option(help="student-tiny, a model folder, or owner/name on the hub.", metavar="MODEL"),
     ] = None,
+    replicas: Annotated[
+        int | None, typer.Option(metavar="N", help="This is one of N learners; sets replicas.count.")
+    ] = None,
+    replica: Annotated[
+        int | None, typer.Option(metavar="I", help="Its number, from 0; sets replicas.index.")
+    ] = None,
+    lighthouse: Annotated[
+        str | None, typer.Option(metavar="URL", help="Where they find each other; sets replicas.lighthouse.")
+    ] = None,
+    rounds: Annotated[
+        str | None, typer.Option(metavar="URI", help="Folder to meet in instead; sets replicas.rounds.")
+    ] = None,
     preset: Preset = None,
     config: ConfigFile = None,
     assignments: Assignments = None,
     as_json: AsJson = False,
 ) -> None:
-    """Train on a journal and publish weight versions; alone, or beside `hintloop rollout`.
+    """Train on a journal and publish weight versions; alone, beside `hintloop rollout`, or as one of several.
 
     Example: `hintloop learn --journal file:///data/journal --student student-tiny --set learner.steps=50`
+
+    One of three, with a run folder that all of them share or one for each:
+    `hintloop learn --run RUN --replicas 3 --replica 0 --lighthouse http://127.0.0.1:29510`
     """
-    from hintloop.cli.model import prepare_student
+    from hintloop.cli.model import find_model, prepare_student
     from hintloop.cli.output import show_json
+    from hintloop.cli.runfolder import RunFolder
 
     _log_to_stderr()
     if run is None and journal is None:
         raise UserError("give a --journal to learn from, or the --run that has one")
-    model = {} if student is None else {"student.model": student}
-    folder, settings = _run_of(run, preset, config, assignments, part="learn", values=model)
-    start = prepare_student(settings.student, folder.student)
+    values = {
+        "student.model": student,
+        "replicas.count": replicas,
+        "replicas.index": replica,
+        "replicas.lighthouse": lighthouse,
+        "replicas.rounds": rounds,
+    }
+    given = {key: value for key, value in values.items() if value is not None}
+    folder, settings = _run_of(run, preset, config, assignments, part="learn", values=given)
+    several = settings.replicas if settings.replicas.count else None
+    own = RunFolder(folder.path / f"replica-{several.index}") if several else folder
+    leads = (
+        os.environ.get("RANK", "0") == "0"
+    )  # of several processes of this learner the first one does the writing
+    if leads or own.student.exists():
+        start = prepare_student(settings.student, own.student)
+    else:
+        start = find_model(settings.student.model)
     from hintloop.learner.run import run_learner  # takes seconds; not before the input is known to be good
 
     summary = run_learner(
         start,
         journal or str(folder.journal),
         weights or str(folder.weights),
-        folder.path,
+        own.path,
         settings.learner,
         follow=follow,
+        replicas=several,
     )
+    if not leads:
+        return
     if as_json:
-        show_json({**asdict(summary), "folder": str(folder.path)})
+        show_json({**asdict(summary), "folder": str(own.path)})
     else:
         used = {name: count for name, count in summary.counts.items() if "_" not in name}
         unused = {name: count for name, count in summary.counts.items() if "_" in name and count}
         typer.echo(
             f"learner ended ({summary.reason}) after step {summary.step}: version {summary.version}, "
-            f"{summary.seconds:.0f} s; files in {folder.path}\n"
+            f"{summary.seconds:.0f} s; files in {own.path}\n"
             f"used: {_listed(used)}\nnot used: {_listed(unused) or 'nothing'}"
         )
     if summary.reason == "signal":
@@ -248,7 +331,7 @@ def _run_of(
     assignments: list[str] | None,
     *,
     part: str,
-    values: dict[str, str] | None = None,
+    values: Mapping[str, object] | None = None,
 ) -> tuple[RunFolder, Config]:
     """The run folder (a new one by default) and its settings; those it has give way to a preset or a file."""
     from hintloop.cli.config import load_config

@@ -98,15 +98,17 @@ def _start(supervisor: Supervisor, folder: RunFolder, config: Config) -> None:
         supervisor.start(spec)
     supervisor.start(_learner(folder, config))
     urls = {
-        name: supervisor.wait_file(name, folder.ready(name), timeout_s=READY_S)
-        for name in ("env", "expert")[: 1 + config.teachers.scripted]
+        spec.name: supervisor.wait_file(spec.name, folder.ready(spec.name), timeout_s=READY_S)
+        for spec in _servers(folder, config)
     }
     supervisor.start(_rollout(folder, config, urls))
 
 
 def _servers(folder: RunFolder, config: Config) -> list[ChildSpec]:
-    options = ["--host", config.env.host, *env_options(config.env, port=config.env.port)]
-    made = [_spec(folder, "env", ["serve", "env", *options], threads=1, server=True)]
+    made = []
+    if not config.env.servers:
+        options = ["--host", config.env.host, *env_options(config.env, port=config.env.port)]
+        made.append(_spec(folder, "env", ["serve", "env", *options], threads=1, server=True))
     if config.teachers.scripted:
         made.append(_spec(folder, "expert", ["serve", "expert", "--port", "0"], threads=1, server=True))
     return made
@@ -124,7 +126,9 @@ def _learner(folder: RunFolder, config: Config) -> ChildSpec:
 
 
 def _rollout(folder: RunFolder, config: Config, urls: dict[str, str]) -> ChildSpec:
-    command = ["rollout", "--run", str(folder.path), "--env-url", urls["env"]]
+    command = ["rollout", "--run", str(folder.path)]
+    if "env" in urls:
+        command += ["--env-url", urls["env"]]
     if "expert" in urls:
         command += ["--expert-url", urls["expert"]]
     return _spec(folder, "rollout", command, threads=config.rollout.engine_threads)

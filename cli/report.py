@@ -52,7 +52,7 @@ def summarise(
 ) -> dict[str, Any]:
     """All numbers of the report, JSON-able."""
     config = load_config(file=folder.config)
-    plays = read_lines(folder.plays)
+    plays, rollout = read_lines(folder.plays), folder.status("rollout") or {}
     return {
         "run": folder.path.name,
         "folder": str(folder.path),
@@ -68,7 +68,10 @@ def summarise(
             "outcomes": dict(counted.outcomes),
             "turns": counted.turns,
             "sampled_tokens": counted.sampled_tokens,
-            "lost": (folder.status("rollout") or {}).get("lost", {}),
+            "equal_groups": counted.equal_groups,
+            "resampled_groups": len(read_lines(folder.metrics("resampled"))),
+            "lost": rollout.get("lost", {}),
+            "failures": rollout.get("failures", {}),
         },
         "tool_errors": dict(counted.errors.most_common()),
         "tool_errors_by_agent": counted.model_errors,
@@ -139,7 +142,12 @@ def render(summary: Mapping[str, Any], examples: Sequence[tuple[str, str]]) -> s
             [
                 {"what": "episodes", "count": f"{episodes['played']} in {episodes['groups']} groups"},
                 {"what": "outcomes", "count": _counts(episodes["outcomes"])},
+                {
+                    "what": "groups with equal rewards",
+                    "count": f"{episodes['equal_groups']}; {episodes['resampled_groups']} more played anew",
+                },
                 {"what": "lost to the infrastructure, replaced", "count": _counts(episodes["lost"])},
+                {"what": "failures, by part", "count": _counts(episodes["failures"])},
                 {"what": "tool errors", "count": _counts(summary["tool_errors"])},
                 {"what": "hint sites", "count": _counts(summary["hint_sites"])},
                 {"what": "preference pairs", "count": str(summary["pairs"])},

@@ -61,7 +61,7 @@ class RunFolder:
         return self.path / "status" / f"{name}.url"
 
     def metrics(self, part: str) -> Path:
-        """One line per group (rollout) or step (learner)."""
+        """One line per group (rollout; those played anew: resampled) or step (learner)."""
         return self.path / "metrics" / f"{part}.jsonl"
 
     def status(self, part: str) -> dict[str, Any] | None:

@@ -40,6 +40,8 @@ class Tally:
     pairs: int = 0
     verified_pairs: int = 0
     groups: list[GroupPoint] = field(default_factory=list)
+    equal_groups: int = 0
+    """Those whose rewards are all equal: they teach nothing by them."""
     recovered: Episode | None = None
     """The newest episode that was solved although a turn of it went wrong."""
     unrecovered: Episode | None = None
@@ -50,6 +52,7 @@ class Tally:
         for episode in episodes:
             self._add(episode)
         rewards = [episode.reward for episode in episodes if episode.reward is not None]
+        self.equal_groups += len(rewards) > 1 and len(set(rewards)) == 1
         sampled = [v for episode in episodes for v in episode.policy_versions if v != NOT_SAMPLED]
         solved = sum(episode.outcome is Outcome.SOLVED for episode in episodes)
         self.groups.append(

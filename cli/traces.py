@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import gc
-import json
-import re
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -17,19 +15,21 @@ import typer
 
 from hintloop.cli.errors import UserError
 from hintloop.cli.options import AsJson
+from hintloop.cli.recordings import JournalUri, segments
+from hintloop.cli.traces_replay import replay_traces
+from hintloop.cli.traces_show import grep, show_trace
 
 if TYPE_CHECKING:
-    from hintloop.replay.episode import Episode, Turn
+    from hintloop.replay.episode import Episode
     from hintloop.replay.ingest.report import Report
-    from hintloop.replay.journal import Journal
 
 app = typer.Typer(no_args_is_help=True, help="Recorded traces of other agents.")
+app.command("show")(show_trace)
+app.command()(grep)
+app.command("replay")(replay_traces)
 
-JournalUri = Annotated[str, typer.Option("--journal", metavar="URI", help="Journal of recorded episodes.")]
-MAX_SHOWN_CHARS = 600
 MAX_NAME_CHARS = 20
 EXIT_REFUSED = 1
-EXIT_NO_MATCH = 1
 
 
 class ExportFormat(StrEnum):
@@ -85,9 +85,10 @@ def tokenize(
     hint_role: Annotated[str, typer.Option(help="Role of the message that holds a hint.")] = "system",
     as_json: AsJson = False,
 ) -> None:
-    """Write recorded episodes as tokens of a model, with hints at the turns that failed.
+    """Write recorded episodes as tokens of a model, with hints at the turns that failed and the teachers' pairs.
 
-    A recording has neither reward nor log-probabilities: it trains by its hints alone.
+    A recording has neither reward nor log-probabilities: it trains by its hints and by pairs from `traces replay`.
+    What the target has already is left out, so the same command takes up what is new.
     Example: `hintloop traces tokenize --journal runs/recorded --student student-tiny --to runs/tokens`
     """
     from hintloop.agent.policy import load_renderer
@@ -100,8 +101,8 @@ def tokenize(
     if source.uri == target.uri:
         raise UserError("--to must be another journal: one holds text, the other tokens")
     chat, done, writer = load_renderer(find_model(student)), target.episode_ids(), target.writer("tokenize")
-    counts: Counter[str] = Counter(episodes=0, known_already=0, tokens=0, sites=0)
-    for episodes in _segments(source):
+    counts: Counter[str] = Counter(episodes=0, known_already=0, tokens=0, sites=0, pairs=0)
+    for episodes in segments(source):
         made = []
         for episode in episodes:
             if episode.token_ids or episode.episode_id in done:
@@ -115,7 +116,9 @@ def tokenize(
             made.append(result.episode)
             counts.update({f"no site: {reason}": count for reason, count in result.dropped.items()})
             counts["tokens"] += len(result.episode.token_ids)
+            counts.update({f"no pair: {reason}": count for reason, count in result.dropped_pairs.items()})
             counts["sites"] += len(result.episode.hint_sites)
+            counts["pairs"] += len(result.episode.pairs)
         if made:
             writer.append(made)
         counts["episodes"] += len(made)
@@ -127,6 +130,9 @@ def export(
     journal: JournalUri,
     to: Annotated[str, typer.Option("--to", metavar="FOLDER", help="Folder that gets the files.")],
     format: Annotated[ExportFormat, typer.Option("--format", help="A data set for TRL, or trajectories.")],
+    push: Annotated[
+        str | None, typer.Option("--push", metavar="REPO", help="Then push it to this data set of the hub.")
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Write a journal's episodes as a Hugging Face data set (hf) or as ATIF 1.8 trajectories (atif).
@@ -139,63 +145,24 @@ def export(
     from hintloop.replay.export.hf import export_hf
     from hintloop.replay.journal import Journal
 
-    segments = _segments(Journal(journal))
-    counts = export_hf(segments, Path(to)) if format is ExportFormat.HF else export_atif(segments, to)
+    episodes = segments(Journal(journal))
+    counts = export_hf(episodes, Path(to)) if format is ExportFormat.HF else export_atif(episodes, to)
     show([{"what": what, "count": count} for what, count in counts.items()], as_json=as_json)
+    if push is not None:
+        _push(Path(to), push)
 
 
-@app.command()
-def grep(
-    pattern: Annotated[str, typer.Argument(metavar="PATTERN", help="Regular expression of Python.")],
-    journal: JournalUri,
-    as_json: Annotated[bool, typer.Option("--json", help="Print a JSON object per line.")] = False,
+@app.command("push")
+def push_export(
+    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="What `export` wrote.")],
+    repo: Annotated[str, typer.Argument(metavar="REPO", help="owner/name on the hub.")],
 ) -> None:
-    """Search the texts of all turns, and the arguments of recorded calls, line by line.
+    """Push an exported folder to the Hugging Face Hub, as a data set; a new one is private.
 
-    Prints episode, turn and the line. The exit status is 1 when nothing matches.
-    Example: `hintloop traces grep "command not found" --journal runs/recorded`
+    The token is taken from the environment variable HF_TOKEN.
+    Example: `hintloop traces push runs/dataset me/my-traces`
     """
-    from hintloop.replay.journal import Journal
-
-    try:
-        wanted = re.compile(pattern)
-    except re.error as error:
-        raise UserError(f"{pattern!r} is no regular expression: {error}") from error
-    matched = False
-    for episodes in _segments(Journal(journal)):
-        for found in (match for episode in episodes for match in _matches(episode, wanted)):
-            matched = True
-            shown = f"{found['episode_id']}:{found['turn']}: {_short(found['line'])}"
-            typer.echo(json.dumps(found) if as_json else shown)
-    if not matched:
-        raise typer.Exit(EXIT_NO_MATCH)
-
-
-@app.command("show")
-def show_trace(
-    what: Annotated[str, typer.Argument(metavar="EPISODE|FILE", help="An episode's id, or a trace file.")],
-    journal: Annotated[
-        str | None, typer.Option("--journal", metavar="URI", help="Journal of the episode.")
-    ] = None,
-    keep_secrets: Annotated[
-        bool, typer.Option("--keep-secrets", help="Of a file, show secrets too.")
-    ] = False,
-    full: Annotated[bool, typer.Option("--full", help="Do not shorten long texts.")] = False,
-    as_json: AsJson = False,
-) -> None:
-    """Show a recorded conversation turn by turn, with its errors and hint sites.
-
-    Example: `hintloop traces show session.jsonl`
-    """
-    from hintloop.cli.output import show_json
-
-    found = _episodes_of(what, journal, keep_secrets=keep_secrets)
-    if as_json:
-        show_json([episode.plain() for episode in found])
-        return
-    for episode in found:
-        for line in _lines(episode, full=full):
-            typer.echo(line)
+    _push(folder, repo)
 
 
 @app.command()
@@ -206,13 +173,14 @@ def stats(journal: JournalUri, as_json: AsJson = False) -> None:
     """
     from hintloop.cli.output import show, show_json
     from hintloop.replay.journal import Journal
+    from hintloop.replay.supplement import is_supplement
 
     groups: dict[tuple[str, str], Counter[str]] = {}
     errors: Counter[tuple[str, str, str]] = Counter()
-    for episodes in _segments(Journal(journal)):
+    for episodes in segments(Journal(journal)):
         for episode in episodes:
             groups.setdefault((episode.source, str(episode.outcome)), Counter()).update(_numbers(episode))
-            failed = [turn for turn in episode.turns if turn.error_kind]
+            failed = [] if is_supplement(episode) else [turn for turn in episode.turns if turn.error_kind]
             errors.update((episode.source, turn.error_cause or "", turn.error_kind or "") for turn in failed)
     rows = [
         {"source": source, "outcome": outcome, **counts}
@@ -229,17 +197,10 @@ def stats(journal: JournalUri, as_json: AsJson = False) -> None:
     show(failures, as_json=False)
 
 
-def _matches(episode: Episode, wanted: re.Pattern[str]) -> Iterator[dict[str, Any]]:
-    for number, turn in enumerate(episode.turns):
-        for text in (_recorded_arguments(episode, turn), turn.text):
-            for line in text.splitlines():
-                if wanted.search(line):
-                    yield {"episode_id": episode.episode_id, "turn": number, "role": turn.role, "line": line}
+def _push(folder: Path, repo: str) -> None:
+    from hintloop.replay.export.hub import push
 
-
-def _recorded_arguments(episode: Episode, turn: Turn) -> str:
-    """Arguments that are in no text: those of a recorded call, on its tool turn."""
-    return (turn.tool_arguments or "") if turn.role == "tool" and not episode.token_ids else ""
+    typer.echo(f"pushed to {push(folder, repo)}", err=True)
 
 
 def _numbers(episode: Episode) -> dict[str, int]:
@@ -249,53 +210,8 @@ def _numbers(episode: Episode) -> dict[str, int]:
         "calls": sum(turn.role == "tool" for turn in episode.turns),
         "tokens": len(episode.token_ids),
         "sites": len(episode.hint_sites),
+        "pairs": len(episode.pairs),
     }
-
-
-def _segments(journal: Journal) -> Iterator[list[Episode]]:
-    """The segments that can be read; the journal warns of others."""
-    reader = journal.reader()
-    while segment := reader.poll_segment():
-        yield segment.episodes
-
-
-def _episodes_of(what: str, uri: str | None, *, keep_secrets: bool) -> list[Episode]:
-    from hintloop.replay.ingest.episodes import to_episode
-    from hintloop.replay.ingest.ingest import read_traces
-    from hintloop.replay.ingest.report import Report
-    from hintloop.replay.journal import Journal
-
-    if Path(what).is_file():
-        report, seen = Report(path=what), set[bytes]()
-        traces = read_traces(Path(what), report, keep_secrets=keep_secrets)
-        return [to_episode(trace, seen, report) for trace in traces]
-    if uri is None:
-        raise UserError(f"there is no file {what}; an episode needs the --journal that it is in")
-    found = [e for episodes in _segments(Journal(uri)) for e in episodes if e.episode_id == what]
-    if not found:
-        raise UserError(f"{uri} has no episode {what}")
-    return found
-
-
-def _lines(episode: Episode, *, full: bool) -> Iterator[str]:
-    sites = {site.turn: site for site in episode.hint_sites}
-    yield f"{episode.episode_id}: {episode.model or 'unknown model'}, {episode.outcome}, {len(sites)} hint sites"
-    for number, turn in enumerate(episode.turns):
-        called = f" {turn.tool_name}" if turn.tool_name else ""
-        yield f"\n[{number}] {turn.role}{called}{'' if turn.exit_code is None else f' (exit {turn.exit_code})'}"
-        for text in (_recorded_arguments(episode, turn), turn.text):
-            if text:
-                yield text if full else _short(text)
-        if turn.error_kind:
-            site = sites.get(number)
-            hint = f"; hint site: {site.hint or 'no hint yet'}" if site else ""
-            yield f"!! {turn.error_cause}/{turn.error_kind}{hint}"
-    yield ""
-
-
-def _short(text: str) -> str:
-    left = len(text) - MAX_SHOWN_CHARS
-    return text if left <= 0 else f"{text[:MAX_SHOWN_CHARS]} [... {left} characters more]"
 
 
 def _is_stranger(report: Report) -> bool:

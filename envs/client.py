@@ -1,4 +1,4 @@
-"""The client of the coding environment, and a pool of its sessions.
+"""The client of the coding environment: one session with one server.
 
 OpenEnv's own client opens a new socket after a lost one without a word, and the new session has no episode.
 This one never does: a lost session stays lost, with ``EnvironmentLost`` at every use, and has to be replaced.
@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-from collections.abc import AsyncIterator
 from typing import Any
 
 from websockets.exceptions import ConnectionClosed
@@ -26,8 +25,6 @@ _GRACE_S = 60.0
 """For such a task: what a busy server may take beyond the time that it names."""
 WAIT_S = 600.0
 """Longest wait for a free session."""
-_RETRY_S = (0.05, 1.0)
-"""First and longest pause between attempts to open a session."""
 _MAX_MESSAGE_MB = 16.0
 
 
@@ -69,6 +66,7 @@ class CodingEnvClient(EnvClient[ToolCall, ToolResult, CodingState]):
         self._used = False
         self._busy = False
         self._clean = True
+        self._failed = False
 
     @property
     def alive(self) -> bool:
@@ -79,6 +77,11 @@ class CodingEnvClient(EnvClient[ToolCall, ToolResult, CodingState]):
     def reusable(self) -> bool:
         """Alive, and between two episodes, of which the last did not end with an infrastructure failure."""
         return self.alive and self._clean
+
+    @property
+    def failed(self) -> bool:
+        """Whether the server or its sandbox failed the session; otherwise it is as good as its users left it."""
+        return self._failed
 
     def abandon(self) -> None:
         """Drop the socket at once; the server then ends the session."""
@@ -107,6 +110,7 @@ class CodingEnvClient(EnvClient[ToolCall, ToolResult, CodingState]):
         except EnvironmentLost:
             raise
         except (OSError, ConnectionClosed) as error:
+            self._failed = True
             self.abandon()
             raise EnvironmentLost(f"{self.base_url}: {str(error) or 'no answer in time'}") from error
         except BaseException:
@@ -134,6 +138,7 @@ class CodingEnvClient(EnvClient[ToolCall, ToolResult, CodingState]):
         code, message = data.get("code"), str(data.get("message"))
         if code in ("EXECUTION_ERROR", "VALIDATION_ERROR"):
             raise Refused(message)
+        self._failed = True
         self.abandon()
         raise AtCapacity(message) if code == "CAPACITY_REACHED" else EnvironmentLost(f"{code}: {message}")
 
@@ -151,7 +156,8 @@ class CodingEnvClient(EnvClient[ToolCall, ToolResult, CodingState]):
         if result.task is not None:
             longer = result.task.max_step_seconds + _GRACE_S - MESSAGE_TIMEOUT_S
             self._answer_s = self._message_timeout + max(0.0, longer)
-        self._clean = done and not (result.error is not None and result.error.cause is Cause.INFRA)
+        self._failed = result.error is not None and result.error.cause is Cause.INFRA
+        self._clean = done and not self._failed
         return StepResult(observation=result, reward=reward, done=done)
 
     def _parse_state(self, payload: dict[str, Any]) -> CodingState:
@@ -175,77 +181,3 @@ async def open_session(url: str, *, message_timeout_s: float = MESSAGE_TIMEOUT_S
         client.abandon()
         raise
     return client
-
-
-class EnvPool:
-    """At most ``size`` sessions with one server, each used for many episodes.
-
-    More callers than sessions wait their turn, and so do sessions that the server has no room for yet, or
-    that meet a server which is about to start again.
-    """
-
-    def __init__(
-        self, url: str, *, size: int, wait_s: float = WAIT_S, message_timeout_s: float = MESSAGE_TIMEOUT_S
-    ):
-        self.url = url
-        self._slots = asyncio.Semaphore(size)
-        self._idle: list[CodingEnvClient] = []
-        self._returned = asyncio.Event()
-        self._wait_s = wait_s
-        self._message_timeout_s = message_timeout_s
-
-    @contextlib.asynccontextmanager
-    async def session(self) -> AsyncIterator[CodingEnvClient]:
-        """A session to run episodes in, for this caller alone.
-
-        ``EnvironmentLost`` when none is free within ``wait_s`` seconds. A session whose episode was left
-        unfinished, or that the machinery failed, is not used again; the server then removes its sandbox.
-        """
-        client = await self._acquire()
-        try:
-            yield client
-        finally:
-            if client.reusable:
-                self._idle.append(client)
-                self._returned.set()
-            else:
-                client.abandon()
-            self._slots.release()
-
-    async def close(self) -> None:
-        """Close the sessions that nobody uses."""
-        while self._idle:
-            await self._idle.pop().close()
-
-    async def _acquire(self) -> CodingEnvClient:
-        problem = f"all sessions with {self.url} are in use"
-        try:
-            async with asyncio.timeout(self._wait_s):
-                await self._slots.acquire()
-                try:
-                    pause, longest = _RETRY_S
-                    while True:
-                        try:
-                            return await self._take()
-                        except EnvironmentLost as error:
-                            problem = str(error)
-                        await self._pause(pause)
-                        pause = min(2 * pause, longest)
-                except BaseException:
-                    self._slots.release()
-                    raise
-        except TimeoutError:
-            raise EnvironmentLost(f"no session within {self._wait_s:g} s: {problem}") from None
-
-    async def _take(self) -> CodingEnvClient:
-        while self._idle:
-            client = self._idle.pop()
-            if client.alive:
-                return client
-        return await open_session(self.url, message_timeout_s=self._message_timeout_s)
-
-    async def _pause(self, seconds: float) -> None:
-        """Wait, but not longer than until a session comes back."""
-        self._returned.clear()
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._returned.wait(), seconds)

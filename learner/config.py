@@ -6,6 +6,8 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from hintloop.replay.filter import Filter
+
 
 class LearnerConfig(BaseModel):
     """How to train. One optimizer step takes ``groups_per_step`` groups and makes one version."""
@@ -22,6 +24,12 @@ class LearnerConfig(BaseModel):
     """Groups of episodes in one optimizer step."""
     micro_batches: int = Field(4, ge=1)
     """Forward and backward passes per step. Bounds memory; changes no gradient."""
+    sources: tuple[str, ...] = ()
+    """Train on episodes of these sources only, such as ``rollout`` or ``claude_code``; empty for all."""
+    tasks: tuple[str, ...] = ()
+    """Train on tasks like one of these patterns only, such as ``bugfix/*``; empty for all."""
+    models: tuple[str, ...] = ()
+    """Train on episodes of models like one of these patterns only; empty for all."""
     learning_rate: float = Field(3e-4, gt=0)
     """AdamW step size after the warm-up."""
     warmup_steps: int = Field(5, ge=0)
@@ -103,6 +111,11 @@ class LearnerConfig(BaseModel):
     """CPU threads of torch."""
     seed: int = 0
     """Seed of the sampling of sites and pairs, and of dropout where a model has any."""
+
+    @property
+    def only(self) -> Filter:
+        """Which episodes of the journal to train on."""
+        return Filter(sources=self.sources, tasks=self.tasks, models=self.models)
 
     @model_validator(mode="after")
     def _fits_together(self) -> LearnerConfig:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import os
 import time
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
+from hintloop.learner.batch import COUNTED
 from hintloop.replay.storage import Store
 
 BEAT_SECONDS = 2.0
@@ -38,6 +40,36 @@ def cut_lines(path: Path, step: int) -> list[dict[str, Any]]:
     text = "".join(json.dumps(record) + "\n" for record in kept)
     Store(path.parent).replace(path.name, text.encode())
     return kept
+
+
+class Records:
+    """What was trained, and what was measured: a line per step in each of two files."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self._trained, self._metrics = run_dir / "trained.jsonl", run_dir / "metrics" / "learner.jsonl"
+        self.counts: Counter[str] = Counter()
+        """Sums over all steps of what ``COUNTED`` names."""
+        self.episodes = 0
+        """Episodes of all steps."""
+
+    def cut(self, step: int) -> list[dict[str, Any]]:
+        """Forget what came after a step; gives what was trained until then."""
+        self.counts.clear()
+        for metrics in cut_lines(self._metrics, step):
+            self._count(metrics)
+        trained = cut_lines(self._trained, step)
+        self.episodes = sum(len(record["episodes"]) for record in trained)
+        return trained
+
+    def add(self, trained: dict[str, Any], metrics: dict[str, Any]) -> None:
+        """Write down a step."""
+        append_line(self._trained, trained)
+        append_line(self._metrics, metrics)
+        self._count(metrics)
+        self.episodes += len(trained["episodes"])
+
+    def _count(self, metrics: dict[str, Any]) -> None:
+        self.counts.update({name: int(metrics.get(name, 0)) for name in COUNTED})
 
 
 class Heartbeat:

@@ -1,20 +1,16 @@
 """The learner's loop: take groups, train one step, write the checkpoint, publish; again.
 
-Left out on purpose: evaluation, schedules and several replicas. A step exists when its checkpoint does;
-only then is its version published. After a crash the learner goes on from the newest checkpoint, publishes
-what was checkpointed but not published, and cuts its own records back to the checkpoint, so no group is
-trained twice or lost.
+Left out on purpose: evaluation and schedules. A step exists when its checkpoint does; only then is its version
+published. After a crash the learner goes on from the newest checkpoint, publishes what was checkpointed but not
+published, and cuts its own records back to the checkpoint, so no group is trained twice or lost. Among replicas
+(``replicas/``) all this goes for the rounds in which they meet.
 """
 
 from __future__ import annotations
 
-import os
-import signal
-import threading
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,12 +20,18 @@ import torch
 from transformers import AutoTokenizer, TrainerCallback
 
 from hintloop.learner import checkpoint as checkpoints
-from hintloop.learner.batch import COUNTED, BatchRules, StepBatch, build_step
+from hintloop.learner.batch import BatchRules, StepBatch, build_step
 from hintloop.learner.config import LearnerConfig
 from hintloop.learner.models import SideWeights, Weights, holding, load_model, make_optimizer, probe
-from hintloop.learner.progress import Heartbeat, append_line, cut_lines
-from hintloop.learner.source import GroupSource, IdleTimeout
+from hintloop.learner.progress import Heartbeat, Records
+from hintloop.learner.ranks import Ranks, Trained, follow_leader
+from hintloop.learner.replicas.config import ReplicasConfig
+from hintloop.learner.replicas.replica import Replica
+from hintloop.learner.replicas.share import ShareSource
+from hintloop.learner.source import GroupSource, IdleTimeout, ReadableJournal
+from hintloop.learner.stop import sigterm
 from hintloop.learner.trainer import ThreeChannelTrainer
+from hintloop.replay.episode import Episode
 from hintloop.replay.journal import Journal
 from hintloop.replay.weights import WeightStore
 
@@ -64,29 +66,38 @@ def run_learner(
     config: LearnerConfig,
     *,
     follow: bool,
+    replicas: ReplicasConfig | None = None,
     on_progress: Callable[[dict[str, Any]], None] | None = None,
 ) -> LearnerSummary:
     """Train ``student`` (a model folder) on a journal and publish versions, until there is a reason to end.
 
     ``follow`` waits for more episodes at the end of the journal; otherwise that is read ``config.epochs``
-    times. ``on_progress`` gets each step's metrics. SIGTERM ends the run after the step in hand, when called
+    times. ``replicas``: this is one of several, which share journal and weights; each has a ``run_dir`` of its own.
+    ``on_progress`` gets each step's metrics. SIGTERM ends the run after the step in hand, when called
     from the main thread. The last version's metadata has ``final: true`` when there is nothing left to train
     (``FINISHED``). Sets torch's number of threads.
-    ``ValueError`` when the weight store holds versions that ``run_dir`` knows nothing of, and when started as one of
-    several processes.
+    Started as one of several processes by a distributed launcher, all of them return the same, and only the first one
+    writes. ``ValueError`` when the weight store holds versions that ``run_dir`` knows nothing of.
     """
-    if int(os.environ.get("WORLD_SIZE", "1")) != 1:
-        raise ValueError("the learner is one process; start it without a distributed launcher")
     torch.set_num_threads(config.threads)
-    with _sigterm() as stopped:
-        learner = _Learner(
-            student, Journal(journal_uri), WeightStore(weights_uri), run_dir, config, follow=follow
-        )
-        return learner.run(stopped, on_progress or (lambda _: None))
+    ranks = Ranks()
+    if not ranks.leads:
+        with sigterm():  # the leader decides when to end
+            summary: LearnerSummary = follow_leader(ranks, student, config)
+            return summary
+    store = WeightStore(weights_uri)
+    replica = Replica(replicas, config, store, run_dir) if replicas else None
+    with sigterm() as stopped:
+        learner = _Learner(student, Journal(journal_uri), store, run_dir, config, follow, ranks, replica)
+        try:
+            return learner.run(stopped, on_progress or (lambda _: None))
+        finally:
+            if replica:
+                replica.leave()
 
 
 class _Learner:
-    """One process's work on a run."""
+    """The work of the leading process, or the only one, on a run."""
 
     def __init__(
         self,
@@ -95,14 +106,16 @@ class _Learner:
         store: WeightStore,
         run_dir: Path,
         config: LearnerConfig,
-        *,
         follow: bool,
+        ranks: Ranks,
+        replica: Replica | None,
     ) -> None:
         self._student, self._store, self._run_dir, self._config = student, store, run_dir, config
-        self._follow = follow
+        self._follow, self._ranks, self._replica = follow, ranks, replica
         self._started = time.monotonic()
         self._heartbeat = Heartbeat(run_dir / "status" / "learner.json")
         self._heartbeat.beat("starting", step=0, version=0)
+        self._records = Records(run_dir)
         found = checkpoints.newest(run_dir / "checkpoints")
         self._elapsed_before = found.state.elapsed_s if found else 0.0
         self._model = found.load(student, config) if found else load_model(student, config)
@@ -112,7 +125,7 @@ class _Learner:
             self._model,
             AutoTokenizer.from_pretrained(student, local_files_only=True),
             config,
-            self._batches(),
+            ranks.lead(self._batches(), lambda: self._step),
             side=self._side,
             optimizer=self._optimizer,
             output_dir=run_dir / "checkpoints",
@@ -120,34 +133,36 @@ class _Learner:
         )
         if found:
             found.restore(self._optimizer, self._moving_teacher)
+        self._trained = Trained(self._model, self._optimizer, self._moving_teacher)
         self._resume(found, journal)
 
     def _resume(self, found: checkpoints.Checkpoint | None, journal: Journal) -> None:
         """Take up the state of a checkpoint, make one if there is none, and publish it if it is not."""
         state = found.state if found else checkpoints.State(0, 0, None, 0.0, {})
-        self._counts: Counter[str] = Counter()
-        for metrics in cut_lines(self._metrics_path, state.step):
-            self._count(metrics)
-        trained = cut_lines(self._trained_path, state.step)
-        self._episodes = sum(len(record["episodes"]) for record in trained)
+        trained = self._records.cut(state.step)
         self._step, self._version, self._position = state.step, state.version, state.position
         epoch = state.position["epoch"] if state.position else 0
-        self._source = GroupSource(
-            journal,
-            position=state.position,
-            seen={group for record in trained if record["epoch"] == epoch for group in record["groups"]},
-            follow=self._follow,
-            epochs=self._config.epochs,
-            idle_timeout_s=self._config.idle_timeout_s,
-        )
         self._timings = {"waiting": 0.0, "publishing": 0.0}
         latest = self._store.latest()
-        if latest and latest.version > (found.state.version if found else -1):
-            raise ValueError(
-                f"{self._store.uri} holds version {latest.version}, but the newest checkpoint in "
-                f"{self._run_dir} is {found.state.version if found else 'missing'}; "
-                "use another weight store for another run"
+        self._source: GroupSource | ShareSource
+        if self._replica:
+            self._source = self._replica.join(
+                self._trained,
+                journal,
+                self._open_source,
+                follow=self._follow,
+                version=state.version,
+                say=self._say,
             )
+        else:
+            seen = {group for record in trained if record["epoch"] == epoch for group in record["groups"]}
+            self._source = self._open_source(journal, state.position, seen)
+            if latest and latest.version > (found.state.version if found else -1):
+                raise ValueError(
+                    f"{self._store.uri} holds version {latest.version}, but the newest checkpoint in "
+                    f"{self._run_dir} is {found.state.version if found else 'missing'}; "
+                    "use another weight store for another run"
+                )
         if not found:
             self._commit(final=False)
             return
@@ -155,46 +170,66 @@ class _Learner:
         if not latest or latest.version < found.state.version:
             self._publish()
 
+    def _open_source(
+        self, journal: ReadableJournal, position: dict[str, Any] | None, seen: set[str]
+    ) -> GroupSource:
+        return GroupSource(
+            journal,
+            position=position,
+            seen=seen,
+            follow=self._follow,
+            epochs=self._config.epochs,
+            idle_timeout_s=self._config.idle_timeout_s,
+            only=self._config.only,
+        )
+
     def run(
         self, stopped: Callable[[], bool], on_progress: Callable[[dict[str, Any]], None]
     ) -> LearnerSummary:
         """Train until there is a reason to end, and make the last version final."""
         self._stopped, self._on_progress = stopped, on_progress
         self._reason = ""
-        if self._follow and not self._done() and self._saved.state.metadata["final"]:
+        more = self._follow and not self._done() and self._saved.state.metadata["final"]
+        if more and not self._replica:
             self._commit_again(final=False)  # there is more to do than the earlier process was told
-        if not self._over():
-            self._trainer.train()
+        with self._replica.loop if self._replica else nullcontext():
+            if not self._over():
+                self._ranks.send_state(self._trained)
+                self._trainer.train()
         reason = self._reason or self._over() or "journal_end"
         final = reason in FINISHED
-        if self._saved.state.step != self._step:
+        if self._replica:
+            if final and not self._replica.is_published(self._version):
+                self._store.publish(self._version, self._saved.published, metadata=self._saved.state.metadata)
+        elif self._saved.state.step != self._step:
             self._commit(final=final)
         elif final and not self._saved.state.metadata["final"]:
             self._commit_again(final=True)
         self._heartbeat.beat(f"ended: {reason}", step=self._step, version=self._version)
         _log.info("learner.ended", reason=reason, step=self._step, version=self._version)
-        return LearnerSummary(
+        summary = LearnerSummary(
             self._step,
             self._version,
-            self._episodes,
+            self._records.episodes,
             reason,
             time.monotonic() - self._started,
-            dict(self._counts),
+            dict(self._records.counts),
         )
+        self._ranks.end(summary)
+        return summary
 
     def begin(self, state: Any) -> None:
         """Let the trainer count on from the checkpoint."""
         state.global_step = self._step
 
-    def end_step(self, control: Any) -> None:
+    def end_step(self, state: Any, control: Any) -> None:
         """The weights have been updated: record, checkpoint and publish them."""
         self._step += 1
+        if self._replica:
+            self._end_inner_step(self._replica, state, control)
+            return
         self._version += 1
-        self._episodes += len(self._batch.episode_ids)
-        metrics = self._metrics()
-        append_line(self._trained_path, self._trained_record)
-        append_line(self._metrics_path, metrics)
-        self._count(metrics)
+        metrics = self._record()
         final = bool(self._done()) or self._source.at_end()
         ending = final or self._stopped()
         if ending or self._step % self._config.publish_every == 0:
@@ -202,24 +237,45 @@ class _Learner:
         control.should_training_stop |= ending
         self._on_progress(metrics)
 
+    def _end_inner_step(self, replica: Replica, state: Any, control: Any) -> None:
+        """The same where a checkpoint is a round, and a step may turn out not to count."""
+        settled = replica.end_step()
+        metrics = self._record() if self._batch.group_ids else None
+        if settled.void_after is not None:
+            self._records.cut(settled.void_after)
+        if settled.changed:
+            self._ranks.send_state(self._trained)
+        self._step = state.global_step = replica.step
+        self._version = replica.round
+        final = settled.round and (bool(self._done()) or self._source.at_end())
+        if settled.round:
+            self._commit(final=final)
+        control.should_training_stop = final or self._stopped()
+        if metrics:
+            self._on_progress(metrics)
+
+    def _record(self) -> dict[str, Any]:
+        """Write down the step; its metrics."""
+        metrics = self._metrics()
+        self._records.add(self._trained_record, metrics)
+        return metrics
+
     def _batches(self) -> Iterator[StepBatch]:
         """Steps, as the journal gives them."""
         rules = self._rules()
         while not self._over():
             before = time.monotonic()
             try:
-                groups = self._source.take(
-                    self._config.groups_per_step, stop=lambda: bool(self._over()), waiting=self._wait
-                )
+                groups = self._take()
             except IdleTimeout as error:
                 _log.error("learner.idle", reason=str(error))
                 self._reason = "idle"
                 return
-            if not groups:
+            if groups is None:
                 return
             self._training_since = time.monotonic()
             self._timings["waiting"] = self._training_since - before
-            self._heartbeat.beat(f"training step {self._step + 1}", step=self._step, version=self._version)
+            self._say(f"training step {self._step + 1}")
             seed = (self._config.seed, self._step)
             self._batch = build_step(groups, rules, version=self._version, seed=seed)
             self._position = self._source.position
@@ -230,6 +286,16 @@ class _Learner:
                 "episodes": list(self._batch.episode_ids),
             }
             yield self._batch
+
+    def _take(self) -> list[list[Episode]] | None:
+        """The groups of the next step; None at the end. A replica may need a step without any."""
+        if self._replica and self._replica.behind:
+            return []
+        groups = self._source.take(
+            self._config.groups_per_step, stop=lambda: bool(self._over()), waiting=self._wait
+        )
+        goes_on = self._replica is not None and not self._over() and self._replica.goes_on()
+        return groups if groups or goes_on else None
 
     def _rules(self) -> BatchRules:
         config = self._config
@@ -244,7 +310,11 @@ class _Learner:
         )
 
     def _wait(self) -> None:
-        self._heartbeat.beat("waiting for episodes", step=self._step, version=self._version)
+        self._say("waiting for episodes")
+        self._ranks.keep_alive()
+
+    def _say(self, state: str) -> None:
+        self._heartbeat.beat(state, step=self._step, version=self._version)
 
     def _over(self) -> str:
         """Why to end now; empty to go on."""
@@ -267,6 +337,7 @@ class _Learner:
             "time": time.time(),
             **self._batch.counts,
             "groups_repeated": self._source.repeated,
+            "groups_unwanted": self._source.unwanted,
             "segments_damaged": self._source.damaged,
             **self._trainer.step_metrics(),
             "seconds_waiting": self._timings["waiting"],
@@ -274,13 +345,13 @@ class _Learner:
             "seconds_publishing": self._timings["publishing"],
         }
 
-    def _count(self, metrics: dict[str, Any]) -> None:
-        self._counts.update({name: int(metrics.get(name, 0)) for name in COUNTED})
-
     def _commit(self, *, final: bool) -> None:
         """Checkpoint first, then publish."""
         before = time.monotonic()
         average = self._moving_teacher if final and self._config.average_last else None
+        if self._replica:
+            average = self._replica.global_weights()
+            self._replica.save(self._version)
         with holding(self._model, average):
             metadata = {"step": self._step, "final": final, "probe": probe(self._model)}
         self._saved = checkpoints.save(
@@ -303,6 +374,8 @@ class _Learner:
 
     def _publish(self) -> None:
         state = self._saved.state
+        if self._replica and not self._replica.publishes(state.version):
+            return
         self._heartbeat.beat(f"publishing version {state.version}", step=state.step, version=state.version)
         self._store.publish(state.version, self._saved.published, metadata=state.metadata)
         self._store.prune(self._config.keep_versions)
@@ -310,14 +383,6 @@ class _Learner:
     @property
     def _moving_teacher(self) -> Weights | None:
         return self._side.teacher if self._config.teacher == "ema" else None
-
-    @property
-    def _metrics_path(self) -> Path:
-        return self._run_dir / "metrics" / "learner.jsonl"
-
-    @property
-    def _trained_path(self) -> Path:
-        return self._run_dir / "trained.jsonl"
 
 
 class _Steps(TrainerCallback):
@@ -330,18 +395,4 @@ class _Steps(TrainerCallback):
         self._learner.begin(state)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        self._learner.end_step(control)
-
-
-@contextmanager
-def _sigterm() -> Iterator[Callable[[], bool]]:
-    """Whether SIGTERM has come; never, outside the main thread, where no handler can be set."""
-    event = threading.Event()
-    if threading.current_thread() is not threading.main_thread():
-        yield event.is_set
-        return
-    before = signal.signal(signal.SIGTERM, lambda *_: event.set())
-    try:
-        yield event.is_set
-    finally:
-        signal.signal(signal.SIGTERM, before)
+        self._learner.end_step(state, control)

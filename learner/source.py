@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, Protocol
 
 from hintloop.replay.episode import Episode
-from hintloop.replay.journal import Journal, JournalReader
+from hintloop.replay.journal import Filter, Segment
 
 POLL_SECONDS = 0.2
 
@@ -21,22 +21,53 @@ class IdleTimeout(Exception):
     """A live journal gave nothing new for too long."""
 
 
+class SegmentReader(Protocol):
+    """What a source needs of a ``JournalReader``."""
+
+    damaged: list[str]
+
+    @property
+    def position(self) -> dict[str, int]:
+        """Behind what was read."""
+        ...
+
+    def poll_segment(self) -> Segment | None:
+        """The next segment, or None."""
+        ...
+
+
+class ReadableJournal(Protocol):
+    """What a source needs of a ``Journal``."""
+
+    uri: str
+
+    def reader(self, position: Mapping[str, int] | None = None) -> SegmentReader:
+        """A reader that continues at ``position``."""
+        ...
+
+    def read(self, segment: str) -> list[Episode]:
+        """The episodes of one segment."""
+        ...
+
+
 class GroupSource:
     """Takes whole groups from a journal. Not for use from several threads."""
 
     def __init__(
         self,
-        journal: Journal,
+        journal: ReadableJournal,
         *,
         position: dict[str, Any] | None = None,
         seen: set[str] | None = None,
         follow: bool = True,
         epochs: int = 1,
         idle_timeout_s: float = 600.0,
+        only: Filter | None = None,
     ) -> None:
         """Continue at ``position``, as ``take`` left it; ``seen`` are the groups taken in the present epoch.
 
-        ``follow`` waits for more at the end of the journal; otherwise it is read ``epochs`` times.
+        ``follow`` waits for more at the end of the journal; otherwise it is read ``epochs`` times. Groups without
+        an episode that passes ``only`` are passed over; a position does not depend on it.
         """
         start = position or {"reader": {}, "segment": None, "taken": 0, "epoch": 0}
         self._journal = journal
@@ -46,8 +77,13 @@ class GroupSource:
         self.epoch = int(start["epoch"])
         self.repeated = 0
         """Groups that were skipped because a group of that id was taken before in the same epoch."""
+        self.unwanted = 0
+        """Groups that were skipped because of ``only``."""
+        self._only = only or Filter()
         self._seen = set(seen or ())
-        self._reader: JournalReader = journal.reader(start["reader"])
+        self.places: list[tuple[str, int]] = []
+        """Segment and number within it of each group that was taken last."""
+        self._reader = journal.reader(start["reader"])
         self._segment: str | None = start["segment"]
         self._taken = 0
         self._pending: deque[list[Episode]] = deque()
@@ -60,6 +96,11 @@ class GroupSource:
         partial = self._segment if self._pending else None
         taken = self._taken if self._pending else 0
         return {"reader": self._reader.position, "segment": partial, "taken": taken, "epoch": self.epoch}
+
+    @property
+    def seen(self) -> frozenset[str]:
+        """Groups taken in the present epoch."""
+        return frozenset(self._seen)
 
     @property
     def damaged(self) -> int:
@@ -81,6 +122,7 @@ class GroupSource:
         errors of ``JournalReader.poll_segment``.
         """
         groups: list[list[Episode]] = []
+        self.places = []
         deadline = time.monotonic() + self._idle_timeout_s
         while len(groups) < count:
             if stop():
@@ -102,7 +144,9 @@ class GroupSource:
         return not self._follow and not self._fill() and self.epoch + 1 >= self._epochs
 
     def _next(self) -> list[Episode]:
+        assert self._segment is not None, "pending groups come from a segment"
         group = self._pending.popleft()
+        self.places.append((self._segment, self._taken))
         self._taken += 1
         self._seen.add(group[0].group_id)
         return group
@@ -110,16 +154,25 @@ class GroupSource:
     def _fill(self) -> bool:
         """Make the first pending group the next one; False when there is nothing now."""
         while True:
-            while self._pending and self._pending[0][0].group_id in self._seen:
+            while self._pending and self._passes_over(self._pending[0]):
                 self._pending.popleft()
                 self._taken += 1
-                self.repeated += 1
             if self._pending:
                 return True
             segment = self._reader.poll_segment()
             if segment is None:
                 return False
             self._load(segment.name, segment.episodes, skip=0)
+
+    def _passes_over(self, group: list[Episode]) -> bool:
+        """Whether a group is not for this source; counts why."""
+        if not any(self._only.passes(episode) for episode in group):
+            self.unwanted += 1
+            return True
+        if group[0].group_id in self._seen:
+            self.repeated += 1
+            return True
+        return False
 
     def _restart(self) -> bool:
         """Begin the next pass; False when there is none."""
@@ -131,8 +184,13 @@ class GroupSource:
         return True
 
     def _load(self, name: str, episodes: list[Episode], *, skip: int) -> None:
-        by_group: dict[str, list[Episode]] = {}
-        for episode in episodes:
-            by_group.setdefault(episode.group_id, []).append(episode)
         self._segment, self._taken = name, skip
-        self._pending = deque(list(by_group.values())[skip:])
+        self._pending = deque(groups_of(episodes)[skip:])
+
+
+def groups_of(episodes: Iterable[Episode]) -> list[list[Episode]]:
+    """The groups of a segment, each where its first episode is."""
+    by_group: dict[str, list[Episode]] = {}
+    for episode in episodes:
+        by_group.setdefault(episode.group_id, []).append(episode)
+    return list(by_group.values())

@@ -14,7 +14,7 @@ from typing import Any
 
 from hintloop.replay.vector import Vector
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 NOT_SAMPLED = -1
 """Policy version of a token that no policy sampled (prompt, tool output)."""
 
@@ -116,7 +116,7 @@ class Episode:
     task_id: str
     env: str
     source: str
-    """Who made it: ``rollout``, ``evaluation``, or the name of a trace format."""
+    """Who made it: ``rollout``, ``evaluation``, ``replay`` (pairs for a recording), or a trace format."""
     created_at: float
     """Unix time, seconds."""
     model: str

@@ -11,9 +11,11 @@ import errno
 import os
 import shutil
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, TypeVar
 from uuid import uuid4
 
 import fsspec  # type: ignore[import-untyped]
@@ -22,8 +24,12 @@ from fsspec.implementations.local import LocalFileSystem  # type: ignore[import-
 CHUNK_BYTES = 8 << 20
 STALE_SECONDS = 3600.0
 """A temporary file that nothing was written to for this long belongs to a process that died."""
+REQUESTS = 8
+"""Requests that are made at the same time."""
 
 _NO_HARD_LINKS = {errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK}
+
+T = TypeVar("T")
 
 
 class Store:
@@ -51,6 +57,16 @@ class Store:
         names = [each.rstrip("/").rpartition("/")[2] for each in found]
         return [name for name in names if not _is_temporary(name)]
 
+    def sizes(self) -> dict[str, int]:
+        """Bytes of each file in the store now, by name, without temporary files."""
+        self._fs.invalidate_cache(self.root)
+        try:
+            found = self._fs.ls(self.root, detail=True)
+        except FileNotFoundError:
+            return {}
+        sizes = {info["name"].rpartition("/")[2]: info["size"] for info in found if info["type"] == "file"}
+        return {name: size for name, size in sizes.items() if not _is_temporary(name)}
+
     def exists(self, name: str) -> bool:
         """Whether a file or folder of that name is there."""
         self._fs.invalidate_cache(self.path(name))
@@ -59,6 +75,10 @@ class Store:
     def read(self, name: str) -> bytes:
         """The whole content. ``FileNotFoundError`` when it is missing."""
         return bytes(self._fs.cat_file(self.path(name)))
+
+    def read_all(self, names: Sequence[str]) -> list[bytes]:
+        """The contents of several files, read at once where that takes requests."""
+        return self._each(self.read, names)
 
     def open(self, name: str) -> IO[bytes]:
         """The file, for reading at any position. ``FileNotFoundError`` when it is missing."""
@@ -115,10 +135,24 @@ class Store:
         if self.exists(name):
             self._fs.rm(self.path(name), recursive=True)
 
+    def remove_all(self, names: Sequence[str]) -> None:
+        """Delete files; nothing happens for those that are missing."""
+        self._each(self._remove_file, names)
+
     def sweep(self, prefix: str) -> None:
         """Delete temporary files that dead processes left for names that start with ``prefix``."""
         if self.is_local:
             sweep_temporaries(Path(self.root), prefix)
+
+    def _remove_file(self, name: str) -> None:
+        with suppress(FileNotFoundError):
+            self._fs.rm_file(self.path(name))
+
+    def _each(self, do: Callable[[str], T], names: Sequence[str]) -> list[T]:
+        if self.is_local:
+            return [do(name) for name in names]
+        with ThreadPoolExecutor(REQUESTS) as pool:
+            return list(pool.map(do, names))
 
 
 def read_chunks(file: IO[bytes]) -> Iterator[bytes]:

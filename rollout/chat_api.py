@@ -41,7 +41,7 @@ class ChatApi:
 
     def __init__(self, spec: TeacherSpec, client: httpx.AsyncClient, *, timeout_s: float) -> None:
         """``ValueError`` when the environment variable of the key is not set, or holds none."""
-        self.url = spec.base_url.rstrip("/") + "/chat/completions"
+        self.url = chat_url(spec)
         self._client = client
         self._timeout_s = timeout_s
         self._key = _key(spec)
@@ -73,6 +73,11 @@ class ChatApi:
     def _safe(self, text: str) -> str:
         """An error's text, short and without the key, which some servers repeat."""
         return (text if self._key is None else text.replace(self._key, "[key]"))[:MAX_ERROR_CHARS]
+
+
+def chat_url(spec: TeacherSpec) -> str:
+    """Where a teacher is asked."""
+    return spec.base_url.rstrip("/") + "/chat/completions"
 
 
 def _key(spec: TeacherSpec) -> str | None:

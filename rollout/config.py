@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
@@ -16,6 +17,15 @@ class RolloutConfig(_Settings):
 
     split: str = "train"
     """Split of the task set that training tasks come from."""
+    task_sampling: Literal["uniform", "weighted", "curriculum"] = "uniform"
+    """How the task of a group is drawn: all alike; by ``task_weights``; or by these times the chance that the agent,
+    as far as is known of the task, now solves it and now does not. A restart reads back what is known."""
+    task_weights: dict[str, float] = {}
+    """Weights by pattern of the task id, such as ``{"bugfix/mut*" = 3.0}``; the first that matches counts, and what
+    matches none has the weight 1."""
+    resample_equal: int = Field(default=0, ge=0)
+    """Times that a group whose rewards are all equal is played anew, with another task, before it is taken as it is.
+    Such a group teaches nothing by its rewards; by its hints and pairs it does, and those are then lost."""
     group_size: int = Field(default=8, ge=1)
     """Episodes of one task; their rewards are compared with each other."""
     groups_per_step: int = Field(default=8, ge=1)
@@ -35,6 +45,10 @@ class RolloutConfig(_Settings):
     hint_writer: str | None = None
     """Teacher that writes the hints of at most ``teachers.max_asks_per_episode`` errors per episode; where it has no
     answer in time, and for None, the hint is the template's of that kind of error."""
+    agent: str | None = None
+    """Command line of a program that is the agent, run by a shell for each episode; None: the built-in agent."""
+    agent_timeout_s: float = Field(default=120.0, gt=0)
+    """Time that such a program may take in one episode beside waiting for the model and the sandbox."""
     tries_per_episode: int = Field(default=3, ge=1)
     """Attempts at an episode that the infrastructure loses, before its group is dropped."""
     max_groups_lost: int = Field(default=8, ge=1)
@@ -43,12 +57,16 @@ class RolloutConfig(_Settings):
     """How often to look for new weights."""
     idle_timeout_s: float = Field(default=600.0, gt=0)
     """How long to wait for the learner's next version before the run gives up."""
+    storage_timeout_s: float = Field(default=300.0, gt=0)
+    """How long the storage of the journal may fail before the run gives up; it is tried again meanwhile."""
+    notice_s: float = Field(default=45.0, gt=0)
+    """A part that has waited for so long is named in the log and by ``hintloop status``."""
     engines: tuple[str, ...] = ()
     """Root URLs of inference servers (vLLM, or ``hintloop sim-engine``); none: the local engine.
 
     While the run's folder has a file ``engines.txt``, the URLs in it, one a line, are taken instead."""
     engine_timeout_s: float = Field(default=300.0, gt=0)
-    """Time for one turn from inference servers, with all its retries."""
+    """Time for one turn from the engine, with all its retries."""
     probe_tolerance: float = Field(default=1e-3, gt=0)
     """Largest difference, in nats, between an engine's and the learner's log-probabilities of the same weights;
     servers that compute in bfloat16 need more."""
@@ -64,6 +82,20 @@ class RolloutConfig(_Settings):
             if not url.startswith(("http://", "https://")):
                 raise ValueError(f"{url!r} is no URL such as http://127.0.0.1:8000")
         return engines
+
+    @field_validator("task_weights")
+    @classmethod
+    def _are_weights(cls, weights: dict[str, float]) -> dict[str, float]:
+        for pattern, weight in weights.items():
+            if not (math.isfinite(weight) and weight >= 0):
+                raise ValueError(f"the weight of {pattern!r} is {weight}; it must be a number from 0 on")
+        return weights
+
+    @model_validator(mode="after")
+    def _uses_weights(self) -> RolloutConfig:
+        if self.task_weights and self.task_sampling == "uniform":
+            raise ValueError("task_weights are for task_sampling weighted or curriculum, and it is uniform")
+        return self
 
 
 class EvaluationConfig(_Settings):

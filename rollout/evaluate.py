@@ -15,18 +15,29 @@ import random
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from hintloop.agent.engine import Sampling
 from hintloop.agent.episode import EpisodeSpec, Played, Player
 from hintloop.replay.episode import Episode, Outcome
-from hintloop.rollout.manager import OpenEnvironment, TooManyLost, play_in, play_until_kept
+from hintloop.rollout.episodes import OnLost, OpenEnvironment, opened, play_in, play_until_kept
+from hintloop.rollout.failures import Part
+from hintloop.rollout.manager import TooManyLost
+from hintloop.rollout.offload import persist
 from hintloop.rollout.status import append_line, write_json
+from hintloop.rollout.watchdog import Pulse, Watchdog
 
 TRIES = 3
+STORAGE_S = 300.0
+"""How long the run's folder may fail before the evaluation does."""
 Z95 = 1.959964
+
+
+def _ignore(part: Part, reason: str) -> None:
+    """Nobody counts it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,23 +104,31 @@ async def evaluate(
     *,
     name: str = "evaluation",
     progress: Callable[[int], None] = lambda done: None,
+    watchdog: Watchdog | None = None,
+    turn_s: float | None = None,
+    on_lost: OnLost = _ignore,
 ) -> tuple[EvalResult, list[Episode]]:
     """Play each task once, ``in_flight`` at a time; the result, and the episodes in the order of the tasks.
 
+    ``turn_s`` is the engine's time for one turn; ``on_lost`` hears of each lost try.
     Raises ``TooManyLost`` when no episode at all could be finished.
     """
     started = time.monotonic()
     waiting = list(enumerate(task_ids))[::-1]
     played: dict[int, Played] = {}
 
-    async def play(spec: EpisodeSpec) -> Played:
-        return await play_in(open_environment, player, spec, sampling)
+    watching = watchdog or Watchdog()
+
+    async def play(spec: EpisodeSpec, pulse: Pulse) -> Played:
+        environment = partial(opened, open_environment, pulse)
+        return await play_in(environment, player, spec, sampling, pulse=pulse, turn_s=turn_s)
 
     async def work() -> None:
         while waiting:
             number, task_id = waiting.pop()
             spec = EpisodeSpec(f"{name}-{number:04d}", name, task_id, source="evaluation")
-            kept = await play_until_kept(play, spec, tries=TRIES, on_lost=lambda reason: None)
+            with watching.task("evaluation episode", spec.episode_id) as pulse:
+                kept = await play_until_kept(partial(play, pulse=pulse), spec, tries=TRIES, on_lost=on_lost)
             if kept is not None:
                 played[number] = kept
             progress(len(task_ids) - len(waiting))
@@ -161,6 +180,9 @@ class Evaluation:
     in_flight: int
     examples: int
     """Whole episodes kept per row."""
+    watchdog: Watchdog = field(default_factory=Watchdog)
+    turn_s: float | None = None
+    on_lost: OnLost = _ignore
 
     @property
     def rows_file(self) -> Path:
@@ -205,16 +227,33 @@ class Evaluation:
                 progress(0)
                 sampling = Sampling(temperature, self.max_new_tokens)
                 result, episodes = await evaluate(
-                    player, open_environment, tasks, sampling, self.in_flight, name=name, progress=progress
+                    player,
+                    open_environment,
+                    tasks,
+                    sampling,
+                    self.in_flight,
+                    name=name,
+                    progress=progress,
+                    watchdog=self.watchdog,
+                    turn_s=self.turn_s,
+                    on_lost=self.on_lost,
                 )
                 row = {"label": label, "version": version, "split": split, "temperature": float(temperature)}
                 row |= {"time": time.time(), **dataclasses.asdict(result)}
-                self._keep(name, episodes)
-                append_line(self.rows_file, row)
+                await persist(
+                    partial(self._write, name, episodes, row),
+                    what=f"writing {self.rows_file.name}",
+                    patience_s=STORAGE_S,
+                    on_failure=lambda error: self.on_lost(Part.STORAGE, str(error)),
+                )
                 made.append(row)
         finally:
             say(None)
         return made
+
+    def _write(self, name: str, episodes: Sequence[Episode], row: dict[str, Any]) -> None:
+        self._keep(name, episodes)
+        append_line(self.rows_file, row)
 
     def _keep(self, name: str, episodes: Sequence[Episode]) -> None:
         folder = self.run_dir / "examples"

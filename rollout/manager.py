@@ -1,46 +1,59 @@
 """The rollout manager: groups of episodes, many at a time, whole groups into the journal.
 
-The order of tasks follows from the seed alone, so a manager that starts again goes on where the journal ends:
-what is not there is played (again), what is there is skipped. An episode that the infrastructure loses is
-played again; only a whole group is ever written.
+Groups are numbered, and a manager that starts again goes on where the journal ends: what is not there is played
+(again), what is there is skipped. An episode that the infrastructure loses is played again; only a whole group is
+ever written. A group whose rewards are all equal can be played anew with another task, under the same number.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import random
 import time
-import traceback
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import AbstractAsyncContextManager
-from dataclasses import dataclass, replace
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
 from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import structlog
 
 from hintloop.agent.engine import Sampling
-from hintloop.agent.episode import Environment, EpisodeLost, EpisodeSpec, Played, Player
-from hintloop.envs.client import EnvironmentLost
+from hintloop.agent.episode import Environment, EpisodeSpec, Played, Player
 from hintloop.replay.episode import Episode, Outcome
+from hintloop.rollout.episodes import Observed, OpenEnvironment, opened, play_in, play_until_kept
+from hintloop.rollout.failures import Part
+from hintloop.rollout.offload import aside, persist
 from hintloop.rollout.pacing import Pacer
+from hintloop.rollout.sampler import Result, all_equal, choose_task, result_of
 from hintloop.rollout.status import Board, append_line
-from hintloop.rollout.teaching import Asking, Watch
+from hintloop.rollout.teaching import Asking
+from hintloop.rollout.watchdog import Pulse, Watchdog
 
-OpenEnvironment = Callable[[], AbstractAsyncContextManager[Environment]]
-"""Opens one environment for one episode; waits while the server is full. Raises ``EnvironmentLost``."""
+__all__ = ["GroupRule", "Manager", "OpenEnvironment", "TooManyLost", "choose_task", "group_id", "play_in"]
+
 Append = Callable[[Sequence[Episode]], object]
 """Writes a whole group to the journal; blocks."""
 
-RETRY_PAUSE_S = 0.2
+RESAMPLED = "resampled.jsonl"
+"""File, beside that of the groups, with a line for each group that was played anew."""
+FINISH_S = 30.0
+"""What the teachers' answers to an episode may take beyond their own deadline."""
+LAST_WRITE_S = 10.0
+"""What a run that is stopped waits for the write that is under way."""
 _log = structlog.get_logger(__name__)
 
 
 class TooManyLost(Exception):
     """Group after group was lost to the infrastructure: something is broken for good."""
+
+
+class TaskOf(Protocol):
+    """The task of a group, by its number and attempt (from 0)."""
+
+    def __call__(self, index: int, attempt: int = 0, /) -> str: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +65,11 @@ class GroupRule:
     tries_per_episode: int
     max_groups_lost: int
     idle_timeout_s: float
+    turn_s: float | None = None
+    """The engine's time for one turn."""
+    resample_equal: int = 0
+    """Times that a group with equal rewards is played anew."""
+    storage_timeout_s: float = 300.0
 
 
 @dataclass(slots=True)
@@ -60,63 +78,21 @@ class _Group:
     task_id: str
     version: int
     started: float
+    index: int = 0
+    attempt: int = 0
+    """How often its number was played before, with equal rewards."""
     dead: bool = False
     """One of its episodes is lost for good."""
+
+    def episode_id(self, number: int) -> str:
+        """The id of a member."""
+        again = f"r{self.attempt}" if self.attempt else ""
+        return f"{self.group_id}{again}-{number}"
 
 
 def group_id(index: int) -> str:
     """The id of the group number ``index`` of a run."""
     return f"g{index:06d}"
-
-
-def choose_task(task_ids: Sequence[str], seed: int, index: int) -> str:
-    """The task of group number ``index``: a function of the seed alone."""
-    return random.Random(f"task:{seed}:{index}").choice(task_ids)
-
-
-async def play_until_kept(
-    play: Callable[[EpisodeSpec], Awaitable[Played]],
-    spec: EpisodeSpec,
-    *,
-    tries: int,
-    on_lost: Callable[[str], None],
-) -> Played | None:
-    """Play an episode, again under a new id when it is lost; None when every try was.
-
-    Whatever goes wrong inside of one episode is counted and logged, and costs that try only.
-    """
-    for number in range(tries):
-        named = spec if number == 0 else replace(spec, episode_id=f"{spec.episode_id}.{number}")
-        try:
-            return await play(named)
-        except EpisodeLost as lost:
-            reason, detail = lost.reason, str(lost)
-        except Exception as error:  # noqa: BLE001 - the boundary of one episode; recorded just below
-            reason, detail = f"bug:{type(error).__name__}", repr(error)
-            detail += "\n" + "".join(traceback.format_tb(error.__traceback__)[-3:])
-        on_lost(reason)
-        _log.warning("episode_lost", episode=named.episode_id, reason=reason, detail=detail[:2000])
-        await asyncio.sleep(RETRY_PAUSE_S * (number + random.random()))
-    return None
-
-
-async def play_in(
-    open_environment: OpenEnvironment,
-    player: Player,
-    spec: EpisodeSpec,
-    sampling: Sampling,
-    watch: Watch | None = None,
-) -> Played:
-    """Play one episode in an environment of its own, watched by ``watch``. Raises ``EpisodeLost``."""
-    try:
-        async with open_environment() as env:
-            if watch is None:
-                return await player.play(env, spec, sampling)
-            played = await player.play(env, spec, sampling, watch.on_turn, watch.pairs.keep)
-            await watch.pairs.verify_in(env)
-            return played
-    except EnvironmentLost as error:
-        raise EpisodeLost("environment", str(error)) from error
 
 
 class Manager:
@@ -128,15 +104,20 @@ class Manager:
         player: Player,
         sampling: Sampling,
         open_environment: OpenEnvironment,
-        task_of: Callable[[int], str],
+        task_of: TaskOf,
         append: Append,
         pacer: Pacer,
         rule: GroupRule,
         board: Board,
         metrics: Path,
         asking: Asking | None = None,
+        observe: Callable[[Result], None] = lambda result: None,
+        watchdog: Watchdog | None = None,
     ) -> None:
-        """``task_of`` gives the task id of a group index; ``metrics`` is the file for a line per group."""
+        """``metrics`` is the file for a line per group; groups played anew go to ``RESAMPLED`` beside it.
+
+        ``observe`` hears what each group brought.
+        """
         self._player = player
         self._sampling = sampling
         self._open_environment = open_environment
@@ -147,6 +128,8 @@ class Manager:
         self._board = board
         self._metrics = metrics
         self._asking = asking
+        self._observe = observe
+        self._watchdog = watchdog or Watchdog()
         self._slots = asyncio.Semaphore(rule.episodes_in_flight)
         self._journal = asyncio.Lock()
         self._lost_in_a_row = 0
@@ -154,92 +137,157 @@ class Manager:
     async def run(self, done: frozenset[str] | set[str]) -> None:
         """Play every group whose id is not in ``done``, in order, without end.
 
-        Raises ``LearnerSilent``, ``TooManyLost``, or what the journal raises. Cancelling it drops unfinished
-        groups, which nobody has seen.
+        Raises ``LearnerSilent``, ``TooManyLost``, ``StorageFailed``, or what else the journal raises. Cancelling
+        it drops unfinished groups, which nobody has seen.
         """
         try:
             async with asyncio.TaskGroup() as tasks:
-                for index in count():
-                    if group_id(index) not in done:
-                        await self._start_group(tasks, index)
+                with self._watchdog.task("manager") as pulse:
+                    for index in count():
+                        if group_id(index) not in done:
+                            await self._start_group(tasks, index, pulse)
         except BaseExceptionGroup as errors:
             raise _first(errors) from errors
 
-    async def _start_group(self, tasks: asyncio.TaskGroup, index: int) -> None:
+    async def _start_group(self, tasks: asyncio.TaskGroup, index: int, pulse: Pulse) -> None:
         if not self._pacer.open:
             self._board.say(f"waiting for the learner to publish version {self._pacer.version + 1}")
+        pulse.beat("the learner's next version", self._rule.idle_timeout_s)
         version = await self._pacer.start(self._rule.idle_timeout_s)
         self._board.say("playing episodes")
         self._board.groups_started += 1
-        group = _Group(group_id(index), self._task_of(index), version, time.monotonic())
+        group = _Group(group_id(index), self._task_of(index), version, time.monotonic(), index)
+        pulse.beat("a free place among the episodes in flight")
+        await self._launch(tasks, group)
+
+    async def _launch(self, tasks: asyncio.TaskGroup, group: _Group) -> None:
         episodes = []
         for number in range(self._rule.group_size):
             await self._slots.acquire()
             episodes.append(tasks.create_task(self._episode(group, number)))
-        tasks.create_task(self._finish(group, episodes))
+        tasks.create_task(self._finish(tasks, group, episodes))
 
     async def _episode(self, group: _Group, number: int) -> Episode | None:
         """One member of a group; holds a slot while it has an environment, which unverified pairs do not need."""
-        watches: list[Watch] = []
+        watches: list[Observed] = []
+        spec = EpisodeSpec(group.episode_id(number), group.group_id, group.task_id)
+        with self._watchdog.task("episode", spec.episode_id) as pulse:
 
-        async def play(spec: EpisodeSpec) -> Played:
-            if self._asking is not None:
-                watches.append(self._asking.watch(spec.episode_id, self._player.hint_role))
-            watch = watches[-1] if watches else None
-            return await play_in(self._open_counted, self._player, spec, self._sampling, watch)
+            async def play(spec: EpisodeSpec) -> Played:
+                watch = None
+                if self._asking is not None:
+                    asked = self._asking.watch(spec.episode_id, self._player.hint_role)
+                    watches.append(watch := Observed(asked, spec.episode_id, self._board.fail))
+                environment = partial(self._open_counted, pulse)
+                return await play_in(
+                    environment,
+                    self._player,
+                    spec,
+                    self._sampling,
+                    watch,
+                    pulse=pulse,
+                    turn_s=self._rule.turn_s,
+                )
 
-        try:
-            self._board.in_flight += 1
             try:
-                spec = EpisodeSpec(f"{group.group_id}-{number}", group.group_id, group.task_id)
-                tries = 0 if group.dead else self._rule.tries_per_episode
-                played = await play_until_kept(play, spec, tries=tries, on_lost=self._board.lose)
+                played = await self._in_slot(group, play, spec)
+                if played is None:
+                    group.dead = True
+                    return None
+                self._board.episode_done(played.episode, played.notes)
+                if self._asking is None:
+                    return played.episode
+                limit = self._asking.rule.deadline_s + FINISH_S
+                return await watches[-1].finish(played.episode, pulse, limit)
             finally:
-                self._board.in_flight -= 1
-                self._slots.release()
-            if played is None:
-                group.dead = True
-                return None
-            self._board.episode_done(played.episode, played.notes)
-            return await watches[-1].finish(played.episode) if watches else played.episode
+                for watch in watches:
+                    await watch.cancel()
+
+    async def _in_slot(self, group: _Group, play: Any, spec: EpisodeSpec) -> Played | None:
+        """Play an episode until it is kept; its slot is free afterwards."""
+        self._board.in_flight += 1
+        try:
+            tries = 0 if group.dead else self._rule.tries_per_episode
+            return await play_until_kept(play, spec, tries=tries, on_lost=self._board.lose_to)
         finally:
-            for watch in watches:
-                await watch.cancel()
+            self._board.in_flight -= 1
+            self._slots.release()
 
     @contextlib.asynccontextmanager
-    async def _open_counted(self) -> AsyncIterator[Environment]:
+    async def _open_counted(self, pulse: Pulse) -> AsyncIterator[Environment]:
         """An environment; the wait for it shows on the board."""
         async with contextlib.AsyncExitStack() as stack:
             self._board.waiting_for_environment += 1
             try:
-                env = await stack.enter_async_context(self._open_environment())
+                env = await stack.enter_async_context(opened(self._open_environment, pulse))
             finally:
                 self._board.waiting_for_environment -= 1
             yield env
 
-    async def _finish(self, group: _Group, playing: list[asyncio.Task[Episode | None]]) -> None:
-        """Wait for all members; journal the group, or drop it when one of them is lost."""
+    async def _finish(
+        self, tasks: asyncio.TaskGroup, group: _Group, playing: list[asyncio.Task[Episode | None]]
+    ) -> None:
+        """Wait for all members; journal the group, play it anew, or drop it when one of them is lost."""
         finished = await asyncio.gather(*playing)
         episodes = [episode for episode in finished if episode is not None]
         if len(episodes) < len(finished):
             self._drop(group)
             return
-        await self._pacer.reserve(group.version)
-        async with self._journal:  # fair: appends come in the order of the reservations
-            writing = asyncio.create_task(self._write(group, episodes))
-            try:
-                await asyncio.shield(writing)
-            except asyncio.CancelledError:
-                await writing  # what is in the journal is counted, also when the run stops meanwhile
-                raise
+        with self._watchdog.task("finished group", group.group_id) as pulse:
+            if group.attempt < self._rule.resample_equal and all_equal(episodes):
+                pulse.beat("a free place among the episodes in flight")
+                await self._again(tasks, group, episodes)
+                return
+            pulse.beat("groups that started with older weights")
+            await self._pacer.reserve(group.version)
+            pulse.beat("the group before it in the journal")
+            async with self._journal:  # fair: appends come in the order of the reservations
+                await self._write(group, episodes, pulse)
 
-    async def _write(self, group: _Group, episodes: list[Episode]) -> None:
-        """Append a group to the journal and count it."""
-        await asyncio.to_thread(self._append, episodes)
+    async def _write(self, group: _Group, episodes: list[Episode], pulse: Pulse) -> None:
+        """Append a group to the journal and count it, also when the run stops meanwhile."""
+        pulse.beat("the journal's storage", self._rule.storage_timeout_s)
+        writing = asyncio.create_task(self._append_group(group, episodes))
+        try:
+            await asyncio.shield(writing)
+        except asyncio.CancelledError:
+            await asyncio.wait({writing}, timeout=LAST_WRITE_S)
+            if not writing.cancel() and not writing.cancelled():
+                writing.exception()  # whoever stops the run has no use for it
+            raise
+
+    async def _append_group(self, group: _Group, episodes: list[Episode]) -> None:
+        await persist(
+            partial(self._append, episodes),
+            what="writing to the journal",
+            patience_s=self._rule.storage_timeout_s,
+            on_failure=lambda error: self._board.fail(Part.STORAGE),
+        )
         self._pacer.appended()
         self._lost_in_a_row = 0
-        self._board.group_done(episodes)
-        append_line(self._metrics, _line(group, episodes))
+        self._board.group_done(episodes, equal=all_equal(episodes))
+        self._observe(result_of(episodes))
+        await self._note(self._metrics, group, episodes)
+
+    async def _again(self, tasks: asyncio.TaskGroup, group: _Group, episodes: list[Episode]) -> None:
+        """Another task in the place of a group whose rewards say nothing."""
+        self._board.groups_resampled += 1
+        self._observe(result_of(episodes))
+        await self._note(self._metrics.with_name(RESAMPLED), group, episodes)
+        version, attempt = self._pacer.restart(group.version), group.attempt + 1
+        task_id = self._task_of(group.index, attempt)
+        anew = _Group(group.group_id, task_id, version, time.monotonic(), group.index, attempt)
+        await self._launch(tasks, anew)
+
+    async def _note(self, path: Path, group: _Group, episodes: list[Episode]) -> None:
+        """Add the line of a group to a file; a run does not end for want of it."""
+        try:
+            await aside(
+                lambda: append_line(path, _line(group, episodes)), name="metrics", limit_s=LAST_WRITE_S
+            )
+        except OSError as error:  # a TimeoutError is one
+            self._board.fail(Part.STORAGE)
+            _log.warning("metrics_not_written", path=str(path), error=repr(error))
 
     def _drop(self, group: _Group) -> None:
         self._pacer.drop(group.version)
@@ -262,6 +310,7 @@ def _line(group: _Group, episodes: Sequence[Episode]) -> dict[str, Any]:
         "group": group.group_id,
         "task": group.task_id,
         "version": group.version,
+        "attempt": group.attempt,
         "episodes": len(episodes),
         "seconds": round(time.monotonic() - group.started, 3),
         "reward_mean": sum(rewards) / len(rewards),

@@ -103,6 +103,12 @@ class Pacer:
         """A playing group will not be journalled; another may take its place."""
         self._leave(version)
 
+    def restart(self, version: int) -> int:
+        """A playing group is played anew in its own place; returns the version that it starts with now."""
+        self._playing[self.version] += 1
+        self._leave(version)
+        return self.version
+
     def loaded(self, version: int) -> None:
         """The engine samples from ``version`` now."""
         self.version = version

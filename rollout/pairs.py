@@ -54,6 +54,24 @@ def agree(answers: Sequence[TeacherAnswer], threshold: int) -> Agreement | None:
     return Agreement(best[0][1], tuple(name for name, _ in best))
 
 
+def judge(
+    answers: Sequence[TeacherAnswer], own: Sequence[ToolCall], threshold: int, counts: PairCounts
+) -> Agreement | None:
+    """What the teachers agree on, if the agent's ``own`` calls were others; ``counts`` gets what became of it."""
+    counts.answers += sum(answer.call is not None for answer in answers)
+    counts.cached += sum(answer.cached for answer in answers)
+    counts.errors.update(answer.teacher for answer in answers if answer.error is not None)
+    counts.over_budget += sum(answer.over_budget for answer in answers)
+    agreed = agree(answers, threshold)
+    if agreed is None:
+        counts.disagreed += 1
+        return None
+    if [canonical(call) for call in own] == [canonical(agreed.call)]:
+        counts.same += 1
+        return None
+    return agreed
+
+
 def make_pair(
     event: TurnEvent, answers: Sequence[TeacherAnswer], agreed: Agreement, *, verified: bool = False
 ) -> PreferencePair:
@@ -185,19 +203,8 @@ class PairMaker:
         return [one for one in found if one is not None]
 
     def _agreed(self, question: _Question, answers: Sequence[TeacherAnswer]) -> _Found | None:
-        counts = self._counts
-        counts.answers += sum(answer.call is not None for answer in answers)
-        counts.cached += sum(answer.cached for answer in answers)
-        counts.errors.update(answer.teacher for answer in answers if answer.error is not None)
-        counts.over_budget += sum(answer.over_budget for answer in answers)
-        agreed = agree(answers, self._rule.agree)
-        if agreed is None:
-            counts.disagreed += 1
-            return None
-        if [canonical(call) for call in question.event.calls] == [canonical(agreed.call)]:
-            counts.same += 1
-            return None
-        return question, answers, agreed
+        agreed = judge(answers, question.event.calls, self._rule.agree, self._counts)
+        return None if agreed is None else (question, answers, agreed)
 
     async def _verify(
         self, env: Environment, question: _Question, answers: Sequence[TeacherAnswer], agreed: Agreement

@@ -22,6 +22,7 @@ from typing import Any
 import httpx
 
 from hintloop.envs.models import ToolCall
+from hintloop.replay.normalize import Pair
 from hintloop.rollout.answer_cache import AnswerCache
 from hintloop.rollout.config import TeacherSpec
 from hintloop.rollout.ledger import Ledger
@@ -189,8 +190,8 @@ def extract_dpo_pairs(
     return pairs
 
 
-def save_pairs(pairs: Sequence[DPOPair], path: Path) -> int:
-    """Write the pairs as JSON lines, all or nothing; their number."""
+def save_pairs(pairs: Sequence[Pair], path: Path) -> int:
+    """Write the pairs (also normalised ones) as JSON lines, all or nothing; their number."""
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:

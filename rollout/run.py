@@ -7,64 +7,46 @@ import shutil
 import signal
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, TypeVar
 
-import stamina
 import structlog
 
-from hintloop.agent.engine import Engine, Sampling
+from hintloop.agent.engine import Sampling
 from hintloop.agent.episode import Player
-from hintloop.agent.policy import ChatFormat, load_renderer
-from hintloop.envs.client import EnvPool
-from hintloop.replay.episode import Episode
-from hintloop.replay.journal import Journal, JournalWriter
+from hintloop.agent.external import open_player
+from hintloop.envs.pool import EnvPool
+from hintloop.replay.journal import Journal
 from hintloop.replay.weights import WeightStore, version_name
 from hintloop.rollout.config import EvaluationConfig, RolloutConfig, TeachersConfig
 from hintloop.rollout.evaluate import Evaluation, draw_tasks, held_out
-from hintloop.rollout.manager import GroupRule, Manager, choose_task
+from hintloop.rollout.failures import Part
+from hintloop.rollout.loading import ROSTER, Agent, LoadAgent, load_local_agent, loader
+from hintloop.rollout.loop_lag import LoopLag
+from hintloop.rollout.manager import RESAMPLED, GroupRule, Manager
+from hintloop.rollout.offload import persist
 from hintloop.rollout.pacing import Pacer
-from hintloop.rollout.status import Board, beat, write_json
+from hintloop.rollout.sampler import TaskSampler, make_sampler, past_results
+from hintloop.rollout.status import WRITE_S, Board, StatusFile
 from hintloop.rollout.teaching import Asking, open_asking
-from hintloop.rollout.weights import Fetched, Score, check_probe, first_version, next_version
+from hintloop.rollout.watchdog import Watchdog
+from hintloop.rollout.weights import Fetched, check_probe, first_version, next_version
+
+__all__ = ["ROSTER", "Agent", "RolloutSummary", "load_local_agent", "run_rollout"]
 
 WRITER = "rollout"
 ENV_WAIT_S = 120.0
 """How long an episode waits for a free environment, or for a server that is starting again."""
 KEPT_VERSIONS = 2
 """Fetched versions that stay in the cache."""
-ROSTER = "engines.txt"
-"""File of a run's folder that names its inference servers, while it is there."""
+TURN_GRACE_S = 30.0
+"""What the engine may take beyond its own deadline for a turn."""
+T = TypeVar("T")
 _log = structlog.get_logger(__name__)
-
-
-class RunningEngine(Engine, Protocol):
-    """An engine that takes weights while it runs."""
-
-    @property
-    def version(self) -> int: ...
-    async def load_weights(self, folder: Path, version: int) -> None: ...
-    def stats(self) -> dict[str, float]: ...
-    async def close(self) -> None: ...
-
-
-@dataclass(frozen=True, slots=True)
-class Agent:
-    """A model that has been loaded: its engine, how it talks, and how to score tokens with it."""
-
-    engine: RunningEngine
-    chat: ChatFormat
-    score: Score | None = None
-    servers: Callable[[], list[dict[str, Any]]] | None = None
-    """What each inference server is doing. Given when the engine is servers, which fetch and check by themselves."""
-
-
-LoadAgent = Callable[[Fetched], Agent]
-"""Loads a fetched version; blocks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +72,7 @@ def run_rollout(
     run_dir: Path,
     journal_uri: str,
     weights_uri: str,
-    env_url: str,
+    env_url: str | Sequence[str],
     splits: Mapping[str, Sequence[str]],
     model: str,
     env: str,
@@ -102,10 +84,10 @@ def run_rollout(
 ) -> RolloutSummary:
     """Roll out until the learner has published its final version, or until SIGTERM or SIGINT.
 
-    ``env_url`` is the environment server; ``splits`` are the task ids by split; ``model`` and ``env`` are
-    names for the record. ``load_agent`` None loads the local engine. May be killed at any moment and called
-    again: it goes on where the journal ends.
-    Raises ``ValueError``, ``NoWeights``, ``LearnerSilent``, ``TooManyLost``, ``WeightsRefused``.
+    ``env_url``: the environment server, or several; ``splits`` are the task ids by split; ``model`` and ``env``
+    are names for the record. ``load_agent`` None loads the engine that ``config`` names. May be killed at any moment
+    and called again: it goes on where the journal ends.
+    Raises ``ValueError``, ``NoWeights``, ``LearnerSilent``, ``TooManyLost``, ``WeightsRefused``, ``StorageFailed``.
     """
     run = _Run(
         run_dir=run_dir,
@@ -119,50 +101,9 @@ def run_rollout(
         config=config,
         evaluation=evaluation,
         teachers=teachers,
-        load_agent=load_agent or _loader(run_dir, weights_uri, config, seed),
+        load_agent=load_agent or loader(run_dir, weights_uri, config, seed),
     )
     return asyncio.run(_until_signal(run))
-
-
-def load_local_agent(first: Fetched, *, config: RolloutConfig, seed: int) -> Agent:
-    """The local engine on a fetched version. Raises ``ValueError``."""
-    from hintloop.rollout.engines.local import LocalEngine
-
-    chat = load_renderer(first.folder)
-    engine = LocalEngine.from_folder(
-        first.folder,
-        slots=config.engine_slots,
-        max_length=config.max_tokens,
-        threads=config.engine_threads,
-        seed=seed + first.version,
-        version=first.version,
-        stop_ids=chat.renderer.get_stop_token_ids(),
-    )
-    return Agent(engine, chat, engine.score)
-
-
-def load_remote_agent(first: Fetched, *, config: RolloutConfig, weights_uri: str, roster: Path) -> Agent:
-    """Inference servers as the engine; ``roster`` is the file that may name others than ``config``."""
-    from hintloop.rollout.engines.pool import Pool
-    from hintloop.rollout.engines.vllm import Patience
-
-    chat = load_renderer(first.folder)
-    pool = Pool(
-        config.engines,
-        weights_uri=weights_uri if "://" in weights_uri else str(Path(weights_uri).expanduser().absolute()),
-        stop_ids=chat.renderer.get_stop_token_ids(),
-        patience=Patience(turn=config.engine_timeout_s, join=config.idle_timeout_s),
-        probe_tolerance=config.probe_tolerance,
-        roster=roster,
-    )
-    return Agent(pool, chat, servers=pool.servers)
-
-
-def _loader(run_dir: Path, weights_uri: str, config: RolloutConfig, seed: int) -> LoadAgent:
-    if not config.engines:
-        return partial(load_local_agent, config=config, seed=seed)
-    roster = run_dir / ROSTER
-    return partial(load_remote_agent, config=config, weights_uri=weights_uri, roster=roster)
 
 
 async def _until_signal(run: _Run) -> RolloutSummary:
@@ -182,7 +123,7 @@ class _Run:
     run_dir: Path
     journal: Journal
     store: WeightStore
-    env_url: str
+    env_url: str | Sequence[str]
     splits: Mapping[str, Sequence[str]]
     model: str
     env: str
@@ -193,16 +134,25 @@ class _Run:
     load_agent: LoadAgent
     board: Board = field(default_factory=Board)
     pool: EnvPool = field(init=False)
+    watchdog: Watchdog = field(init=False)
     pacer: Pacer | None = None
     rows: list[dict[str, Any]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         size = self.config.episodes_in_flight + self.evaluation.in_flight
         self.pool = EnvPool(self.env_url, size=size, wait_s=ENV_WAIT_S)
+        self.watchdog = Watchdog(self.config.notice_s)
 
     async def run(self) -> RolloutSummary:
-        path = self.run_dir / "status" / "rollout.json"
-        heart = asyncio.create_task(beat(self.board, path))
+        status = StatusFile(self.board, self.run_dir / "status" / "rollout.json")
+        lag = LoopLag()
+        lag.watch(status.write_blocked)
+        self.board.details |= {
+            "waits": self.watchdog.snapshot,
+            "loop": lag.snapshot,
+            "env_servers": self.pool.servers,
+        }
+        beside = [_beside(task) for task in (status.beat(), lag.run(), self.watchdog.run())]
         stopped = "stopped"
         try:
             await self._run()
@@ -212,9 +162,11 @@ class _Run:
             stopped = f"failed: {error}"
             raise
         finally:
-            heart.cancel()
+            for task in beside:
+                task.cancel()
+            await asyncio.wait(beside, timeout=2 * WRITE_S)
             self.board.say(stopped)
-            write_json(path, self.board.snapshot())
+            status.write()
 
     def summary(self, stopped: str) -> RolloutSummary:
         pacer = self.pacer
@@ -233,7 +185,13 @@ class _Run:
         config, cache = self.config, self.run_dir / "cache" / "weights"
         held_out(self.splits, self.evaluation.splits, self.config.split)  # before anything is started
         self.board.say("waiting for the learner to publish the first weights")
-        first = await first_version(self.store, cache, poll_s=config.poll_s, timeout_s=config.idle_timeout_s)
+        first = await first_version(
+            self.store,
+            cache,
+            poll_s=config.poll_s,
+            timeout_s=config.idle_timeout_s,
+            on_failure=self._storage_failed,
+        )
         self.board.say(f"loading version {first.version}")
         agent = await asyncio.to_thread(self.load_agent, first)
         async with AsyncExitStack() as stack:
@@ -243,14 +201,16 @@ class _Run:
                 self.board.say(f"bringing the inference servers to version {first.version}")
                 await agent.engine.load_weights(first.folder, first.version)
             await check_probe(first, agent.score, config.probe_tolerance)
-            done = await asyncio.to_thread(self.journal.group_ids)
+            done = await self._stored("reading the journal", self.journal.group_ids)
             self.pacer = Pacer(
                 groups_per_step=config.groups_per_step,
                 max_staleness=config.max_staleness,
                 journalled=len(done),
                 version=first.version,
             )
-            player = self._player(agent)
+            player = await stack.enter_async_context(
+                open_player(self._player(agent), config.agent, idle_s=config.agent_timeout_s)
+            )
             asking = await open_asking(self.teachers, config.hint_writer, self.run_dir, stack)
             self._show(agent, asking)
             last = first
@@ -294,19 +254,22 @@ class _Run:
     ) -> Fetched:
         """Play groups until the final version is loaded; returns it."""
         assert self.pacer is not None
-        writer = await asyncio.to_thread(self.journal.writer, WRITER)
-        tasks = self.splits[self.config.split]
+        writer = await self._stored("reading the journal", partial(self.journal.writer, WRITER))
+        metrics = self.run_dir / "metrics" / "rollout.jsonl"
+        sampler = await self._sampler(metrics, done)
         manager = Manager(
             player=player,
             sampling=Sampling(self.config.temperature, self.config.max_new_tokens),
             open_environment=self.pool.session,
-            task_of=partial(choose_task, tasks, self.seed),
-            append=partial(append_group, writer),
+            task_of=sampler.choose,
+            observe=sampler.observe,
+            append=writer.append,
             pacer=self.pacer,
             rule=_group_rule(self.config),
             board=self.board,
-            metrics=self.run_dir / "metrics" / "rollout.jsonl",
+            metrics=metrics,
             asking=asking,
+            watchdog=self.watchdog,
         )
         playing = asyncio.create_task(manager.run(done))
         following = asyncio.create_task(self._follow(player, agent, cache, first))
@@ -320,21 +283,55 @@ class _Run:
             following.cancel()
             await asyncio.gather(playing, following, return_exceptions=True)
 
+    async def _sampler(self, metrics: Path, done: set[str]) -> TaskSampler:
+        """The sampler, as it was when the run stopped."""
+        config = self.config
+        sampler = make_sampler(
+            self.splits[config.split],
+            self.seed,
+            kind=config.task_sampling,
+            weights=config.task_weights,
+            group_size=config.group_size,
+        )
+        if config.task_sampling == "curriculum":
+            past = partial(past_results, metrics, metrics.with_name(RESAMPLED), self.journal, done)
+            for result in await self._stored("reading the journal", past):
+                sampler.observe(result)
+        return sampler
+
     async def _follow(self, player: Player, agent: Agent, cache: Path, now: Fetched) -> Fetched:
         """Load every new version until the final one; returns that."""
         assert self.pacer is not None
-        while not now.final:
-            now = await next_version(
-                self.store, cache, after=now.version, poll_s=self.config.poll_s, whole=agent.servers is None
-            )
-            await agent.engine.load_weights(now.folder, now.version)
-            await check_probe(now, agent.score, self.config.probe_tolerance)
-            self.pacer.loaded(now.version)
-            await asyncio.to_thread(_drop_old, cache, now.version)
-            if not now.final and self._is_due(now.version):
-                # Newer weights wait meanwhile, so that every episode of it is of this version.
-                await self._evaluate("during", player, self.evaluation.num_tasks_during)
+        with self.watchdog.task("weight roll-out") as pulse:
+            while not now.final:
+                now = await next_version(
+                    self.store,
+                    cache,
+                    after=now.version,
+                    poll_s=self.config.poll_s,
+                    whole=agent.servers is None,
+                    on_look=lambda: pulse.beat("the storage of the weights"),
+                    on_failure=self._storage_failed,
+                )
+                pulse.beat(f"the engine to load version {now.version}", self.config.idle_timeout_s)
+                await agent.engine.load_weights(now.folder, now.version)
+                await check_probe(now, agent.score, self.config.probe_tolerance)
+                self.pacer.loaded(now.version)
+                pulse.beat()
+                await asyncio.to_thread(_drop_old, cache, now.version)
+                if not now.final and self._is_due(now.version):
+                    pulse.beat("an evaluation")
+                    # Newer weights wait meanwhile, so that every episode of it is of this version.
+                    await self._evaluate("during", player, self.evaluation.num_tasks_during)
         return now
+
+    async def _stored(self, what: str, call: Callable[[], T]) -> T:
+        """What a call to a storage returns, tried again while that fails."""
+        patience = self.config.storage_timeout_s
+        return await persist(call, what=what, patience_s=patience, on_failure=self._storage_failed)
+
+    def _storage_failed(self, error: OSError) -> None:
+        self.board.fail(Part.STORAGE)
 
     def _is_due(self, version: int) -> bool:
         rows = self._evaluation().rows()
@@ -353,6 +350,9 @@ class _Run:
             max_new_tokens=self.config.max_new_tokens,
             in_flight=settings.in_flight,
             examples=settings.examples,
+            watchdog=self.watchdog,
+            turn_s=_group_rule(self.config).turn_s,
+            on_lost=lambda part, reason: self.board.fail(part),
         )
 
     async def _evaluate(self, label: str, player: Player, n: int) -> None:
@@ -373,20 +373,22 @@ def _group_rule(config: RolloutConfig) -> GroupRule:
         tries_per_episode=config.tries_per_episode,
         max_groups_lost=config.max_groups_lost,
         idle_timeout_s=config.idle_timeout_s,
+        turn_s=config.engine_timeout_s + TURN_GRACE_S,
+        resample_equal=config.resample_equal,
+        storage_timeout_s=config.storage_timeout_s,
     )
 
 
-def append_group(writer: JournalWriter, episodes: Sequence[Episode]) -> None:
-    """Append a group, again for a while when the storage fails."""
-    retries = stamina.retry_context(on=_storage_failed, attempts=8, timeout=60.0, wait_max=10.0)
-    for attempt in retries:
-        with attempt:
-            writer.append(episodes)
+def _beside(work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+    """A task of the run's own housekeeping, which should not end before the run."""
+    task = asyncio.create_task(work)
 
+    def tell(task: asyncio.Task[None]) -> None:
+        if not task.cancelled() and (error := task.exception()) is not None:
+            _log.error("housekeeping_failed", task=repr(task.get_coro()), error=repr(error))
 
-def _storage_failed(error: Exception) -> bool:
-    # A file that exists means another writer of the same name: no second try will change that.
-    return isinstance(error, OSError) and not isinstance(error, FileExistsError)
+    task.add_done_callback(tell)
+    return task
 
 
 def _drop_old(cache: Path, version: int) -> None:

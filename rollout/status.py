@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable
@@ -16,10 +17,14 @@ import structlog
 
 from hintloop.agent.episode import EpisodeNotes
 from hintloop.replay.episode import Episode, Outcome
+from hintloop.rollout.failures import Part
+from hintloop.rollout.offload import aside
 
 _log = structlog.get_logger(__name__)
 
 BEAT_S = 0.5
+WRITE_S = 5.0
+"""What writing the file may take."""
 RECENT_GROUPS = 20
 RATE_WINDOW_S = 30.0
 MAX_REASONS = 50
@@ -40,7 +45,14 @@ class Board:
     """Episodes in flight that have no environment yet."""
     groups_started: int = 0
     groups_dropped: int = 0
+    groups_equal: int = 0
+    """Groups in the journal whose rewards are all equal."""
+    groups_resampled: int = 0
+    """Groups with equal rewards that were played anew with another task."""
     lost: Counter[str] = field(default_factory=Counter)
+    """Episodes lost, by reason."""
+    failures: Counter[str] = field(default_factory=Counter)
+    """Whatever failed, by the part that did; most cost an episode, some only a retry or its pairs."""
     hint_sites: int = 0
     pairs: int = 0
     dropped_sites: Counter[str] = field(default_factory=Counter)
@@ -60,6 +72,15 @@ class Board:
         """Count a lost episode."""
         _count(self.lost, reason, 1)
 
+    def lose_to(self, part: Part, reason: str) -> None:
+        """Count an episode that a part lost."""
+        self.fail(part)
+        self.lose(reason)
+
+    def fail(self, part: Part) -> None:
+        """Count a failure of a part."""
+        self.failures[str(part)] += 1
+
     def episode_done(self, episode: Episode, notes: EpisodeNotes) -> None:
         """Count a finished episode."""
         self.episodes += 1
@@ -71,8 +92,9 @@ class Board:
         for kind, count in notes.errors.items():
             _count(self.tool_errors, kind, count)
 
-    def group_done(self, group: list[Episode]) -> None:
-        """Count a group that is in the journal."""
+    def group_done(self, group: list[Episode], *, equal: bool = False) -> None:
+        """Count a group that is in the journal; ``equal``: its rewards say nothing."""
+        self.groups_equal += equal
         self.pairs += sum(len(episode.pairs) for episode in group)
         solved = sum(episode.outcome is Outcome.SOLVED for episode in group)
         self._recent.append(solved / len(group))
@@ -113,7 +135,10 @@ class Board:
             "waiting_for_environment": self.waiting_for_environment,
             "groups_started": self.groups_started,
             "groups_dropped": self.groups_dropped,
+            "groups_equal": self.groups_equal,
+            "groups_resampled": self.groups_resampled,
             "lost": dict(self.lost),
+            "failures": dict(self.failures),
             "hint_sites": self.hint_sites,
             "pairs": self.pairs,
             "dropped_sites": dict(self.dropped_sites),
@@ -123,15 +148,53 @@ class Board:
         }
 
 
-async def beat(board: Board, path: Path) -> None:
-    """Write the board to ``path`` until cancelled."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    while True:
+class StatusFile:
+    """Writes a board to a file: at each beat, and from another thread when there are none."""
+
+    def __init__(self, board: Board, path: Path) -> None:
+        self._board = board
+        self._path = path
+        self._last: dict[str, Any] = {}
+        self._lock = threading.Lock()
+
+    async def beat(self) -> None:
+        """Write until cancelled."""
+        while True:
+            writing = asyncio.ensure_future(self._write_aside())
+            try:
+                await asyncio.shield(writing)
+            except asyncio.CancelledError:
+                await asyncio.wait({writing}, timeout=WRITE_S)
+                raise
+            await asyncio.sleep(BEAT_S)
+
+    def write(self) -> None:
+        """Write the board as it is now."""
+        self._last = self._board.snapshot()
+        self._put(self._last)
+
+    def write_blocked(self, loop: dict[str, Any]) -> None:
+        """Write what was known when the event loop stopped, and ``loop``: what it is doing since. For any thread."""
+        if self._last:
+            self._put({**self._last, "loop": loop})
+
+    async def _write_aside(self) -> None:
+        self._last = snapshot = self._board.snapshot()
         try:
-            write_json(path, board.snapshot())
+            await aside(lambda: self._put(snapshot), name="status", limit_s=WRITE_S)
+        except TimeoutError:
+            _log.warning("status_not_written", path=str(self._path), error="the disk does not answer")
+
+    def _put(self, snapshot: dict[str, Any]) -> None:
+        if not self._lock.acquire(timeout=WRITE_S):
+            return  # the write before it hangs
+        try:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            write_json(self._path, snapshot)
         except OSError as error:
-            _log.warning("status_not_written", path=str(path), error=str(error))
-        await asyncio.sleep(BEAT_S)
+            _log.warning("status_not_written", path=str(self._path), error=str(error))
+        finally:
+            self._lock.release()
 
 
 def write_json(path: Path, data: dict[str, Any]) -> None:

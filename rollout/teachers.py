@@ -44,6 +44,8 @@ class TeacherAnswer:
     """It was asked before, and comes from the disk."""
     over_budget: bool = False
     """It was not asked, for what it might cost."""
+    unusable: bool = False
+    """It did answer, but without a call that can be read."""
 
 
 @dataclass(slots=True)
@@ -89,22 +91,24 @@ class Teacher:
 
         ``bill`` grows by what is booked, also when this is cancelled.
         """
-        body = {
-            "model": self.spec.model,
-            "messages": list(messages),
-            "tools": [{"type": "function", "function": spec} for spec in tools],
-            "tool_choice": "required",
-            "max_tokens": self.spec.max_answer_tokens,
-        }
+        body = question(self.spec, messages, tools)
         started, own = time.monotonic(), Bill(bill.episode if bill else "")
         try:
-            found, error, over_budget = await self._safely(self._call(body, own))
+            found, problem = await self._safely(self._call(body, own))
         finally:
             if bill is not None:
                 bill.usd += own.usd
         call, cached = found or (None, False)
-        seconds = time.monotonic() - started
-        return TeacherAnswer(self.spec.name, call, error, own.usd, seconds, cached, over_budget)
+        return TeacherAnswer(
+            self.spec.name,
+            call,
+            error=None if problem is None else str(problem),
+            cost_usd=own.usd,
+            seconds=time.monotonic() - started,
+            cached=cached,
+            over_budget=isinstance(problem, OverBudget),
+            unusable=isinstance(problem, ValueError),
+        )
 
     async def write(self, messages: Sequence[dict[str, Any]], bill: Bill) -> str | None:
         """What the teacher writes in answer to ``messages``, as one line; None when it does not."""
@@ -119,17 +123,15 @@ class Teacher:
 
         return (await self._safely(written()))[0]
 
-    async def _safely(self, work: Coroutine[Any, Any, T]) -> tuple[T | None, str | None, bool]:
-        """What comes of ``work`` in time, or what went wrong, and whether it was for the budget."""
+    async def _safely(self, work: Coroutine[Any, Any, T]) -> tuple[T | None, Exception | None]:
+        """What comes of ``work`` in time, or what went wrong: a ``ValueError`` is an answer that cannot be used."""
         try:
             async with asyncio.timeout(self._timeout_s):
-                return await work, None, False
+                return await work, None
         except TimeoutError:
-            return None, f"no answer within {self._timeout_s:g} s", False
-        except OverBudget as problem:
-            return None, str(problem), True
-        except (Failed, ValueError, LedgerFailed) as problem:
-            return None, str(problem), False
+            return None, TimeoutError(f"no answer within {self._timeout_s:g} s")
+        except (OverBudget, Failed, ValueError, LedgerFailed) as problem:
+            return None, problem
 
     async def _call(self, body: dict[str, Any], bill: Bill) -> tuple[ToolCall, bool]:
         """The call, and whether it comes from the cache. Who asks the same at the same time waits for the first."""
@@ -164,13 +166,13 @@ class Teacher:
 
     async def _attempt(self, data: bytes, bill: Bill) -> dict[str, Any]:
         """One request, with its place in the ledger from before it to after it."""
-        worst = self._price(len(data) + PROMPT_MARGIN, self.spec.max_answer_tokens)
+        worst = worst_case_usd(self.spec, data)
         held = await self._reserve(bill.episode, worst)
         cost = worst  # while the outcome is not known, as it never is after a timeout
         try:
             reply = await self._api.post(data)
             spent = usage(reply)
-            cost = worst if spent is None else self._price(*spent)
+            cost = worst if spent is None else _price(self.spec, *spent)
             return reply
         except Failed as failed:
             cost = worst if failed.billed else 0.0
@@ -197,5 +199,24 @@ class Teacher:
             reserving.add_done_callback(give_back)
             raise
 
-    def _price(self, tokens_in: int, tokens_out: int) -> float:
-        return (tokens_in * self.spec.usd_per_mtok_in + tokens_out * self.spec.usd_per_mtok_out) / 1e6
+
+def question(
+    spec: TeacherSpec, messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]]
+) -> dict[str, Any]:
+    """The request that asks a teacher for its next call."""
+    return {
+        "model": spec.model,
+        "messages": list(messages),
+        "tools": [{"type": "function", "function": tool} for tool in tools],
+        "tool_choice": "required",
+        "max_tokens": spec.max_answer_tokens,
+    }
+
+
+def worst_case_usd(spec: TeacherSpec, data: bytes) -> float:
+    """What one attempt at a request may cost: no token has less than a byte, and no answer is longer than allowed."""
+    return _price(spec, len(data) + PROMPT_MARGIN, spec.max_answer_tokens)
+
+
+def _price(spec: TeacherSpec, tokens_in: int, tokens_out: int) -> float:
+    return (tokens_in * spec.usd_per_mtok_in + tokens_out * spec.usd_per_mtok_out) / 1e6

@@ -11,7 +11,9 @@ from typing import Any
 
 import httpx
 
-from hintloop.agent.episode import TurnEvent
+from hintloop.agent.engine import Sample
+from hintloop.agent.episode import Environment, Keep, TurnEvent
+from hintloop.envs.models import ToolCall
 from hintloop.replay.episode import Episode
 from hintloop.rollout.answer_cache import AnswerCache
 from hintloop.rollout.asking import AskRule, PairCounts, Uncertainty
@@ -34,6 +36,14 @@ class Watch:
         self.pairs.on_turn(event)
         if self.hints is not None:
             self.hints.on_turn(event)
+
+    def keep(self, turn: int, sample: Sample, calls: Sequence[ToolCall]) -> Keep:
+        """Whether the state before the turn has to stay at hand."""
+        return self.pairs.keep(turn, sample, calls)
+
+    async def verify_in(self, env: Environment) -> None:
+        """Try what the teachers agreed on, while the environment of the episode is there."""
+        await self.pairs.verify_in(env)
 
     async def finish(self, episode: Episode) -> Episode:
         """The episode with all that was answered in time."""
@@ -108,7 +118,7 @@ async def open_asking(
     client = await stack.enter_async_context(httpx.AsyncClient())
     cache = None
     if settings.cache_mb:
-        cache = AnswerCache(run_dir / "cache" / "teachers", max_bytes=int(settings.cache_mb * 1e6))
+        cache = AnswerCache(answers_folder(run_dir), max_bytes=int(settings.cache_mb * 1e6))
     ledger = None
     if any(spec.usd_per_mtok_in or spec.usd_per_mtok_out for spec in settings.teachers):
         ledger = Ledger(
@@ -129,7 +139,21 @@ async def open_asking(
         )
         for spec in settings.teachers
     ]
-    rule = AskRule(
+    uncertainty = Uncertainty(quantile=settings.uncertain_quantile, nats=settings.uncertain_nats)
+    writer = teachers[names.index(hint_writer)] if hint_writer is not None else None
+    return Asking(
+        teachers, rule_of(settings), uncertainty=uncertainty, writer=writer, ledger=ledger, cache=cache
+    )
+
+
+def answers_folder(run_dir: Path) -> Path:
+    """Where the answers of teachers are kept."""
+    return run_dir / "cache" / "teachers"
+
+
+def rule_of(settings: TeachersConfig) -> AskRule:
+    """When to ask, as the settings say."""
+    return AskRule(
         agree=settings.agree,
         ask_probability=settings.ask_probability,
         max_asks=settings.max_asks_per_episode,
@@ -137,6 +161,3 @@ async def open_asking(
         ask=settings.ask,
         verify=settings.verify,
     )
-    uncertainty = Uncertainty(quantile=settings.uncertain_quantile, nats=settings.uncertain_nats)
-    writer = teachers[names.index(hint_writer)] if hint_writer is not None else None
-    return Asking(teachers, rule, uncertainty=uncertainty, writer=writer, ledger=ledger, cache=cache)

@@ -36,6 +36,15 @@ STALE_S = 2 * 86400.0
 """Versions of a URI that nothing was fetched from for this long are deleted."""
 QUIT_S = 0.5
 """Time for the answer to leave before the worker ends."""
+SIZES = (
+    "vocab_size",
+    "hidden_size",
+    "num_hidden_layers",
+    "intermediate_size",
+    "num_attention_heads",
+    "num_key_value_heads",
+)
+"""What a version's ``config.json`` must say as the model that the server was started with."""
 _MAX_HEADER_BYTES = 100 << 20
 
 _log = logging.getLogger(__name__)
@@ -73,6 +82,7 @@ class WorkerExtension:
             if self.hintloop_fetcher is None:
                 raise ValueError("nothing was fetched")
             folder = self.hintloop_fetcher.folder(version)
+            check_sizes(folder, getattr(getattr(self, "model_config", None), "hf_config", None))
             layout = read_layout(folder)
             check_layout(layout, self.hintloop_layout)
         except (OSError, ValueError) as error:
@@ -212,6 +222,18 @@ def read_layout(folder: Path) -> Layout:
     if not layout:
         raise ValueError(f"{folder} holds no tensors")
     return layout
+
+
+def check_sizes(folder: Path, served: Any) -> None:
+    """``ValueError`` when a version is of another model than ``served``, the configuration of vLLM's."""
+    path = folder / "config.json"
+    config = json.loads(path.read_bytes()) if path.is_file() else {}
+    for name in SIZES:
+        ours, theirs = config.get(name), getattr(served, name, None)
+        if None not in (ours, theirs) and ours != theirs:
+            raise ValueError(
+                f"the server was started with another model: its {name} is {theirs}, and that of the version {ours}"
+            )
 
 
 def check_layout(new: Layout, old: Layout | None) -> None:

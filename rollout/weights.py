@@ -19,10 +19,14 @@ from typing import Any, Protocol
 import structlog
 
 from hintloop.replay.weights import MANIFEST, DigestMismatch, version_name
+from hintloop.rollout.offload import aside
 
 PROBE_TOLERANCE = 1e-3
 """Largest difference of a log-probability, nats."""
+LOOK_S = 60.0
+"""What a look for the newest version may take."""
 
+OnFailure = Callable[[OSError], None]
 Score = Callable[[Sequence[int]], Awaitable[list[float]]]
 """Token ids -> log-probability of each one after the first, given those before it, at temperature 1."""
 
@@ -72,11 +76,20 @@ class Fetched:
     metadata: dict[str, Any]
 
 
-async def first_version(store: Store, cache: Path, *, poll_s: float, timeout_s: float) -> Fetched:
-    """The newest version, waiting for the first one. Raises ``NoWeights``."""
+def _ignore(error: OSError) -> None:
+    """Nobody counts it."""
+
+
+async def first_version(
+    store: Store, cache: Path, *, poll_s: float, timeout_s: float, on_failure: OnFailure = _ignore
+) -> Fetched:
+    """The newest version, waiting for the first one; ``on_failure`` hears when the storage fails.
+
+    Raises ``NoWeights``.
+    """
     deadline = time.monotonic() + timeout_s
     while True:
-        newest = await _newest(store, cache, after=-1)
+        newest = await _newest(store, cache, after=-1, on_failure=on_failure)
         if newest is not None:
             return newest
         if time.monotonic() >= deadline:
@@ -85,14 +98,23 @@ async def first_version(store: Store, cache: Path, *, poll_s: float, timeout_s: 
 
 
 async def next_version(
-    store: Store, cache: Path, *, after: int, poll_s: float, whole: bool = True
+    store: Store,
+    cache: Path,
+    *,
+    after: int,
+    poll_s: float,
+    whole: bool = True,
+    on_look: Callable[[], None] = lambda: None,
+    on_failure: OnFailure = _ignore,
 ) -> Fetched:
     """The newest version once there is one after ``after``. Waits without end: pacing has the deadline.
 
     Unless ``whole``, its folder holds the manifest only: for an engine whose servers fetch by themselves.
+    ``on_look`` is called before each look at the storage, ``on_failure`` when one fails.
     """
     while True:
-        newest = await _newest(store, cache, after=after, whole=whole)
+        on_look()
+        newest = await _newest(store, cache, after=after, whole=whole, on_failure=on_failure)
         if newest is not None:
             return newest
         await asyncio.sleep(poll_s)
@@ -125,16 +147,20 @@ async def check_probe(
     return worst
 
 
-async def _newest(store: Store, cache: Path, *, after: int, whole: bool = True) -> Fetched | None:
-    manifest = await asyncio.to_thread(store.latest)
-    if manifest is None or manifest.version <= after:
-        return None
+async def _newest(
+    store: Store, cache: Path, *, after: int, whole: bool = True, on_failure: OnFailure
+) -> Fetched | None:
     try:
+        manifest = await aside(store.latest, name="weights", limit_s=LOOK_S)
+        if manifest is None or manifest.version <= after:
+            return None
         fetch = partial(store.fetch, manifest.version) if whole else partial(_put_manifest, manifest)
-        folder = await asyncio.to_thread(fetch, cache)
+        folder = await aside(partial(fetch, cache), name="weights")
     except (OSError, DigestMismatch) as error:
         # Pruned meanwhile, or a storage that fails for now: whoever waits has a deadline of his own.
-        _log.warning("weights_not_fetched", version=manifest.version, error=repr(error))
+        _log.warning("weights_not_fetched", error=repr(error))
+        if isinstance(error, OSError) and not isinstance(error, FileNotFoundError):
+            on_failure(error)
         return None
     final = bool(manifest.metadata.get("final"))
     return Fetched(manifest.version, folder, final, manifest.metadata)

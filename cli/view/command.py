@@ -19,6 +19,10 @@ def view(
     ] = None,
     host: Annotated[str, typer.Option(help="Address to listen on; nobody is asked who he is.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port; 0 takes a free one.")] = 8010,
+    only_names: Annotated[
+        list[str] | None,
+        typer.Option("--name", help="Beside loopback's, the only name browsers may call it by; repeatable."),
+    ] = None,
     ready_file: ReadyFile = None,
 ) -> None:
     """Show a run in the browser, live: its curves, who waits for whom, and every episode as a conversation.
@@ -27,4 +31,6 @@ def view(
     """
     from hintloop.cli.view.server import open_pages, serve
 
-    serve(open_pages(run, journal), host=host, port=port, ready_file=ready_file, say=typer.echo)
+    pages = open_pages(run, journal)
+    names = tuple(only_names or ())
+    serve(pages, host=host, port=port, names=names, ready_file=ready_file, say=typer.echo)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import socket
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from types import FrameType
@@ -55,10 +55,10 @@ class _Gate:
     machine is meant to look, the name is checked too.
     """
 
-    def __init__(self, app: ASGIApp, host: str) -> None:
+    def __init__(self, app: ASGIApp, host: str, names: Sequence[str]) -> None:
         self._app = app
-        self._hosts = {*_LOOPBACK, host}
-        self._any_name = host not in _LOOPBACK
+        self._hosts = {*_LOOPBACK, host, *names}
+        self._any_name = host not in _LOOPBACK and not names
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -151,8 +151,11 @@ class Pages:
         return self._templates.get_template(template).render(**values)
 
 
-def create_app(pages: Pages, host: str = "127.0.0.1") -> ASGIApp:
-    """The web application; ``host`` is the name that browsers may call it by, beside those of loopback."""
+def create_app(pages: Pages, host: str = "127.0.0.1", names: Sequence[str] = ()) -> ASGIApp:
+    """The web application; ``host`` and ``names`` are what browsers may call it by, beside loopback's names.
+
+    Without ``names``, a ``host`` that is not of loopback may be called by any name.
+    """
 
     async def health(request: Request) -> Response:
         return PlainTextResponse("ok\n")
@@ -165,7 +168,7 @@ def create_app(pages: Pages, host: str = "127.0.0.1") -> ASGIApp:
 
     static = Mount("/static", StaticFiles(directory=_HERE / "static"))
     routes = [*pages.routes(), Route("/health", health), static]
-    return _Gate(Starlette(routes=routes, exception_handlers={HTTPException: fail}), host)
+    return _Gate(Starlette(routes=routes, exception_handlers={HTTPException: fail}), host, names)
 
 
 def open_pages(run: Path | None, journal: str | None) -> Pages:
@@ -180,14 +183,25 @@ def open_pages(run: Path | None, journal: str | None) -> Pages:
     return Pages(folder, Journal(journal or folder.journal), run.absolute().name)
 
 
-def serve(pages: Pages, *, host: str, port: int, ready_file: Path | None, say: Callable[[str], None]) -> None:
-    """Serve until SIGTERM or SIGINT; ``say`` gets the address. ``port`` 0 takes a free one. ``OSError``."""
+def serve(
+    pages: Pages,
+    *,
+    host: str,
+    port: int,
+    names: Sequence[str] = (),
+    ready_file: Path | None,
+    say: Callable[[str], None],
+) -> None:
+    """Serve until SIGTERM or SIGINT; ``say`` gets the address. ``port`` 0 takes a free one. ``OSError``.
+
+    ``names``: see ``create_app``.
+    """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     sock = socket.create_server((host, port), family=family)
     shown = f"[{host}]" if ":" in host else host
     url = f"http://{shown}:{sock.getsockname()[1]}"
     config = uvicorn.Config(
-        create_app(pages, host),
+        create_app(pages, host, names),
         ws="none",
         log_level="warning",
         log_config=None,

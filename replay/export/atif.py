@@ -22,6 +22,7 @@ from hintloop.replay.export.chat import answers_to, arguments_object
 from hintloop.replay.ingest.atif import EXTRA
 from hintloop.replay.ingest.episodes import NO_RESULT
 from hintloop.replay.storage import Store
+from hintloop.replay.supplement import is_supplement
 
 SCHEMA_VERSION = "ATIF-v1.8"
 _SOURCES = {"system": "system", "assistant": "agent"}
@@ -34,10 +35,12 @@ def export_atif(segments: Iterable[Iterable[Episode]], uri: str) -> Counter[str]
     """Write each episode to its own file in a folder; the same episode goes to the same file again. ``OSError``."""
     store, counts = Store(uri), Counter(trajectories=0)
     for episode in (episode for episodes in segments for episode in episodes):
+        counts["left_out: pairs"] += len(episode.pairs)
+        if is_supplement(episode):  # its conversation is in the journal by itself
+            continue
         data = json.dumps(trajectory(episode), ensure_ascii=False, allow_nan=False)
         store.replace(file_name(episode.episode_id), data.encode("utf-8", "replace") + b"\n")
         counts["trajectories"] += 1
-        counts["left_out: pairs"] += len(episode.pairs)
     return +counts if counts["trajectories"] else counts
 
 

@@ -50,6 +50,16 @@ def arguments_object(text: str | None) -> dict[str, Any]:
     return value if isinstance(value, dict) else {"input": value}
 
 
+def action_of(text: str) -> tuple[str, dict[str, Any]] | None:
+    """Tool and arguments of an action as pairs hold it: the name, a blank, and a JSON object. None for other text."""
+    name, _, given = text.partition(" {")
+    try:
+        arguments = json.loads(f"{{{given}") if name else None
+    except (ValueError, RecursionError):
+        return None
+    return (name, arguments) if isinstance(arguments, dict) else None
+
+
 def _refuse(name: str) -> float:
     """NaN and infinity are not JSON, though Python reads them."""
     raise ValueError(name)
@@ -60,12 +70,23 @@ def _finite(text: str) -> float:
     return value if math.isfinite(value) else _refuse(text)
 
 
+def text_message(text: str) -> ChatMessage:
+    """What the model says, as a message."""
+    return {"role": "assistant", "content": text}
+
+
+def call_message(name: str, arguments: dict[str, Any]) -> ChatMessage:
+    """One call of the model, as a message."""
+    return {"role": "assistant", "content": "", "tool_calls": [_call(name, arguments)]}
+
+
 def _calls(turns: Sequence[Turn], number: int) -> list[dict[str, Any]]:
     return [
-        {
-            "type": "function",
-            "function": {"name": turn.tool_name, "arguments": arguments_object(turn.tool_arguments)},
-        }
+        _call(turn.tool_name, arguments_object(turn.tool_arguments))
         for turn in answers_to(turns, number)
         if turn.tool_name
     ]
+
+
+def _call(name: str, arguments: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name, "arguments": arguments}}

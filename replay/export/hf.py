@@ -17,9 +17,18 @@ from typing import Any
 import pyarrow as pa  # type: ignore[import-untyped]
 import pyarrow.parquet as pq  # type: ignore[import-untyped]
 
-from hintloop.replay.episode import Episode, Outcome
-from hintloop.replay.export.chat import ChatMessage, messages_of
+from hintloop.replay.episode import Episode, Outcome, PreferencePair
+from hintloop.replay.export.chat import (
+    ChatMessage,
+    action_of,
+    answers_to,
+    arguments_object,
+    call_message,
+    messages_of,
+    text_message,
+)
 from hintloop.replay.storage import Store, sweep_temporaries, sync_folder, temporary_path
+from hintloop.replay.supplement import is_supplement
 
 MAX_PROMPT_CHARS = 1 << 18
 """A turn with a longer prompt is left out: prompts repeat, so long conversations would grow with their square."""
@@ -71,6 +80,8 @@ def export_hf(segments: Iterable[Iterable[Episode]], folder: Path) -> Counter[st
 
 
 def _sft_rows(episode: Episode, counts: Counter[str]) -> Iterator[Row]:
+    if is_supplement(episode):  # its turns are in the journal by themselves
+        return
     if episode.outcome not in (Outcome.SOLVED, Outcome.UNGRADED):
         counts[f"left_out: episode {episode.outcome}"] += 1
         return
@@ -104,15 +115,29 @@ def _preference_rows(episode: Episode, counts: Counter[str]) -> Iterator[Row]:
         if sum(map(_chars, prompt)) > MAX_PROMPT_CHARS:
             counts["left_out: pair with a long prompt"] += 1
             continue
+        chosen, rejected = _sides(episode, pair, messages[pair.turn])
         yield {
             "prompt": prompt,
-            "chosen": [{"role": "assistant", "content": pair.chosen_text}],
-            "rejected": [{"role": "assistant", "content": pair.rejected_text}],
+            "chosen": [chosen],
+            "rejected": [rejected],
             **_about(episode, pair.turn),
             "verified": pair.verified,
             "agreed": pair.agreed,
             "asked": pair.asked,
         }
+
+
+def _sides(
+    episode: Episode, pair: PreferencePair, own: ChatMessage | None
+) -> tuple[ChatMessage, ChatMessage]:
+    """Both in the same form, so that what is learnt is the action: calls where the agent's are known, else text."""
+    turn, answers = episode.turns[pair.turn], answers_to(episode.turns, pair.turn)
+    action = action_of(pair.chosen_text)
+    if action is not None and own is not None and own.get("tool_calls"):
+        return call_message(*action), own
+    if action is not None and turn.tool_name and turn.tool_arguments and len(answers) <= 1:
+        return call_message(*action), call_message(turn.tool_name, arguments_object(turn.tool_arguments))
+    return text_message(pair.chosen_text), text_message(pair.rejected_text)
 
 
 def _about(episode: Episode, turn: int) -> Row:

@@ -8,6 +8,7 @@ model only where the text or the exit code says so; one that nobody can be blame
 from __future__ import annotations
 
 import re
+from typing import NamedTuple
 
 from hintloop.replay.ingest.trace import Failure, ToolCall, ToolResult
 
@@ -63,12 +64,30 @@ _TELLS = re.compile(
     r"|unsupported (?:custom tool )?call: |Error: No such tool available)"
 )
 """How the result of a failed call begins where there is no flag; a file that holds such a text begins otherwise."""
+_SPECIAL = re.compile(r"[\\^$.|?*+()\[\]{}]")
 _TAGS = re.compile(r"</?tool_use_error>")
 
 
-def _rule(kind: str, pattern: str) -> tuple[str, str, re.Pattern[str]]:
-    """For text in lower case: ignoring case costs five times as much."""
-    return kind, CAUSES[kind], re.compile(pattern, re.MULTILINE)
+class _Rule(NamedTuple):
+    """What a text in lower case says where it holds one of the words, or matches."""
+
+    kind: str
+    cause: str
+    words: tuple[str, ...]
+    pattern: re.Pattern[str] | None
+
+    def holds(self, text: str) -> bool:
+        for word in self.words:  # finding a word takes a tenth of matching it
+            if word in text:
+                return True
+        return self.pattern is not None and self.pattern.search(text) is not None
+
+
+def _rule(kind: str, *alternatives: str) -> _Rule:
+    """For text in lower case: ignoring case costs five times as much. So does a pattern without a first letter."""
+    words = tuple(each for each in alternatives if not _SPECIAL.search(each))
+    rest = "|".join(each for each in alternatives if each not in words)
+    return _Rule(kind, CAUSES[kind], words, re.compile(rest, re.MULTILINE) if rest else None)
 
 
 _REFUSED = re.compile(
@@ -77,35 +96,41 @@ _REFUSED = re.compile(
     r"|hook .{0,80}(?:blocked|denied)|has been denied|permission to use .{0,80} denied|approval (?:denied|required)",
 )
 _SAYS_SO = (
-    _rule("tool_not_found", r"no such tool available|^unsupported (?:custom tool )?call: |unknown tool\b"
-          r"|tool ['\"][^'\"\n]{1,80}['\"] not found"),
-    _rule("json_decode", r"not valid json|json ?(?:decode|parse) ?error|could not be parsed as json"),
-    _rule("type_error", r"inputvalidationerror|failed to parse (?:function )?arguments|required parameter"
-          r"|mcp error -32602|invalid arguments|agent type '.*' not found|unknown skill"
-          r"|invalid `\w{1,40}` parameter|error validating (?:args|tool)|missing required|missing '\w{1,40}' argument"
-          r"|cannot execute multiple commands at once|params must have required property"),
-    _rule("edit_no_match", r"has not been read yet|modified since read|string to replace not found"
-          r"|matches of the string to replace|old_string and new_string are exactly the same"
-          r"|apply_patch verification failed|failed to find (?:expected lines|context)|invalid (?:patch|context)\b"
-          r"|no replacement was performed|did not appear verbatim|could not find the string to replace"
-          r"|\b0 occurrences found for old_string|determined that no changes were necessary"),
-    _rule("output_capped", r"exceeds maximum allowed (?:tokens|size)|maxfilereadtokenexceeded|file content .* exceeds"),
+    _rule("tool_not_found", "no such tool available", r"^unsupported (?:custom tool )?call: ", r"unknown tool\b",
+          r"tool ['\"][^'\"\n]{1,80}['\"] not found"),
+    _rule("json_decode", "not valid json", r"json ?(?:decode|parse) ?error", "could not be parsed as json"),
+    _rule("type_error", "inputvalidationerror", r"failed to parse (?:function )?arguments", "required parameter",
+          "mcp error -32602", "invalid arguments", r"agent type '.*' not found", "unknown skill",
+          r"invalid `\w{1,40}` parameter", r"error validating (?:args|tool)", "missing required",
+          r"missing '\w{1,40}' argument", "cannot execute multiple commands at once",
+          "params must have required property"),
+    _rule("edit_no_match", "has not been read yet", "modified since read", "string to replace not found",
+          "matches of the string to replace", "old_string and new_string are exactly the same",
+          "apply_patch verification failed", r"failed to find (?:expected lines|context)",
+          r"invalid (?:patch|context)\b",
+          "no replacement was performed", "did not appear verbatim", "could not find the string to replace",
+          r"\b0 occurrences found for old_string", "determined that no changes were necessary"),
+    _rule("output_capped", r"exceeds maximum allowed (?:tokens|size)", "maxfilereadtokenexceeded",
+          r"file content .* exceeds"),
 )  # fmt: skip
 """Texts of the tools themselves, at the beginning of a result that is known to be a failure."""
 _IN_OUTPUT = (
-    _rule("connection_error", r"econnrefused|econnreset|enotfound|eai_again|etimedout|could not resolve host"
-          r"|connection (?:refused|reset|error)|fetch failed|network is unreachable|status code [45]\d\d"
-          r"|rate.?limit|overloaded_error|internal server error|service unavailable"),
-    _rule("timeout", r"timed out|timeout expired|^timeout\b"),
-    _rule("out_of_memory", r"out of memory|memoryerror|heap limit|oom-?kill"),
-    _rule("test_failure", r"failed(?:(?<=[1-9] failed)|(?<=\d0 failed))|failing(?:(?<=[1-9] failing)|(?<=\d0 failing))"
-          r"|^failed |^fail\s+\S+|--- fail|test result: failed"),
-    _rule("command_not_found", r"command not found|not recognized as an internal|: not found$"
-          r"|executable file not found"),
-    _rule("syntax_error", r"syntaxerror|indentationerror|taberror|syntax error|unexpected (?:token|eof|end of file)"),
-    _rule("file_not_found", r"no such file or directory|enoent|file does not exist|filenotfounderror|eisdir"
-          r"|is a directory|directory does not exist|path does not exist|cannot find the (?:path|file)"),
-    _rule("permission_denied", r"permission denied|eacces|eperm|operation not permitted|read-only file system"),
+    _rule("connection_error", "econnrefused", "econnreset", "enotfound", "eai_again", "etimedout",
+          "could not resolve host", r"connection (?:refused|reset|error)", "fetch failed", "network is unreachable",
+          r"status code [45]\d\d", r"rate.?limit", "overloaded_error", "internal server error", "service unavailable"),
+    _rule("timeout", "timed out", "timeout expired", r"timeout(?<=^timeout)\b"),
+    _rule("out_of_memory", "out of memory", "memoryerror", "heap limit", r"oom-?kill"),
+    _rule("test_failure", "--- fail", "test result: failed",
+          r"fail(?:ed(?:(?<=[1-9] failed)|(?<=\d0 failed)|(?<=^failed) )|ing(?:(?<=[1-9] failing)|(?<=\d0 failing))"
+          r"|(?<=^fail)\s+\S+)"),
+    _rule("command_not_found", "command not found", "not recognized as an internal", r": not found$",
+          "executable file not found"),
+    _rule("syntax_error", "syntaxerror", "indentationerror", "taberror", "syntax error",
+          r"unexpected (?:token|eof|end of file)"),
+    _rule("file_not_found", "no such file or directory", "enoent", "file does not exist", "filenotfounderror", "eisdir",
+          "is a directory", "directory does not exist", "path does not exist", r"cannot find the (?:path|file)"),
+    _rule("permission_denied", "permission denied", "eacces", "eperm", "operation not permitted",
+          "read-only file system"),
 )  # fmt: skip
 """Texts inside of a command's output: they name the kind of a failure that is known from elsewhere."""
 _BY_EXIT_CODE = {
@@ -160,5 +185,5 @@ def _verdict(call: ToolCall, result: ToolResult, text: str, told: bool) -> tuple
     return "runtime_error", INFRA
 
 
-def _first(rules: tuple[tuple[str, str, re.Pattern[str]], ...], text: str) -> tuple[str, str] | None:
-    return next(((kind, cause) for kind, cause, rule in rules if rule.search(text)), None)
+def _first(rules: tuple[_Rule, ...], text: str) -> tuple[str, str] | None:
+    return next(((rule.kind, rule.cause) for rule in rules if rule.holds(text)), None)

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, BinaryIO
 
-from hintloop.replay.ingest.claude_tree import ASSISTANT, LINK, RESULT, USER, Place, Step, Tree
+from hintloop.replay.ingest.claude_tree import ASSISTANT, LINK, RESULT, USER, Step, Tree
 from hintloop.replay.ingest.head import Head
 from hintloop.replay.ingest.lines import Record, read_records, reread
 from hintloop.replay.ingest.report import Report
@@ -61,6 +61,8 @@ _ENVELOPE = ("uuid", "sessionId", "parentUuid", "leafUuid", "messageId")
 _EXIT_CODE = re.compile(r"\s*(?:Error: )?Exit code (\d{1,3})\b")
 _INPUT_TOKENS = ("input_tokens", "cache_creation_input_tokens", "cache_read_input_tokens")
 _INTERRUPTED = "[Request interrupted by user"
+_NONE: tuple[str, ...] = ()
+_NOTED = {"redacted_thinking": "thinking", "fallback": "fallback"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +80,7 @@ class ClaudeCode:
         """As ``detect.Format``. The file is read twice: once for its structure, then conversation by conversation."""
         tree = Tree()
         for record, start, size in read_records(stream, report):
-            _add(tree, record, Place(start, size), report)
+            _add(tree, record, start, size, report)
         report.judge()
         for steps in tree.conversations(report):
             trace = _trace(self.name, stream, steps, report)
@@ -93,16 +95,19 @@ def _looks_right(record: Record) -> bool:
     return kind in _NOT_MESSAGES and any(name in record for name in _ENVELOPE)
 
 
-def _add(tree: Tree, record: Record, place: Place, report: Report) -> None:
+def _add(tree: Tree, record: Record, start: int, size: int, report: Report) -> None:
     kind, reason = _kind_of(record)
-    message: dict[str, Any] = {} if kind == LINK else _message_of(record)
-    blocks = message.get("content")
-    calls = _ids(blocks, "tool_use", "id") if kind == ASSISTANT else ()
-    answers = _ids(blocks, "tool_result", "tool_use_id") if kind == USER else ()
-    if answers and isinstance(blocks, list) and len(answers) == len(blocks):
-        kind = RESULT
+    message = {} if kind == LINK else _message_of(record)
+    calls = answers = _NONE
+    if isinstance(blocks := message.get("content"), list):
+        if kind == ASSISTANT:
+            calls = _ids(blocks, "tool_use", "id")
+        else:
+            answers = _ids(blocks, "tool_result", "tool_use_id")
+            kind = RESULT if answers and len(answers) == len(blocks) else USER
     added = tree.add(
-        place,
+        start,
+        size,
         kind,
         uuid=record.get("uuid"),
         parent=record.get("parentUuid"),
@@ -150,16 +155,17 @@ def _kind_of_message(record: Record, kind: str) -> tuple[int, str]:
 
 def _message_of(record: Record) -> dict[str, Any]:
     """The message; that of a prompt which was typed while the model worked is made up from its attachment."""
-    if record.get("type") != "attachment":
-        return dict_of(record.get("message"))
+    message = record.get("message")
+    if isinstance(message, dict) and record.get("type") != "attachment":
+        return message
     return {"role": "user", "content": dict_of(record.get("attachment")).get("prompt")}
 
 
 def _ids(blocks: Any, kind: str, name: str) -> tuple[str, ...]:
     if not isinstance(blocks, list):
-        return ()
+        return _NONE
     found = [block.get(name) for block in blocks if isinstance(block, dict) and block.get("type") == kind]
-    return tuple([each for each in found if isinstance(each, str)])
+    return tuple([each for each in found if isinstance(each, str)]) if found else _NONE
 
 
 def _trace(source: str, stream: BinaryIO, steps: Sequence[Step], report: Report) -> Trace | None:
@@ -210,7 +216,8 @@ def _user(record: Record, report: Report) -> Message:
 
 def _assistant(records: Sequence[Record], report: Report) -> Message:
     """One message of the model from all of its records and those with the results of its calls."""
-    texts, thoughts, model, usage = [], [], "", None
+    texts, thoughts, model = [], [], ""
+    usage: dict[str, Any] = {}
     calls: dict[str, tuple[str, str]] = {}
     results: dict[str, ToolResult] = {}
     for record in records:
@@ -219,29 +226,28 @@ def _assistant(records: Sequence[Record], report: Report) -> Message:
             _take_results(record, results, report)
             continue
         model = model or text_of(message.get("model"))
-        usage = _usage(message.get("usage")) or usage
+        usage = dict_of(message.get("usage")) or usage
         content = message.get("content")
         for block in [{"type": "text", "text": content}] if isinstance(content, str) else list_of(content):
-            kind = text_of(dict_of(block).get("type"))
+            kind = block.get("type") if isinstance(block, dict) else None
             if kind == "text":
-                if text_of(block.get("text")) in texts:
-                    report.note(
-                        "repeated_text"
-                    )  # a resumed session wrote the record again, under another uuid
+                text = text_of(block.get("text"))
+                if text in texts:
+                    # A resumed session wrote the record again, under another uuid.
+                    report.note("repeated_text")
                 else:
-                    texts.append(text_of(block.get("text")))
+                    texts.append(text)
+            elif kind == "tool_use" and isinstance(block.get("id"), str):
+                name = text_of(block.get("name"))
+                calls.setdefault(block["id"], (name, arguments_of(block.get("input"))))
+                if not name:
+                    report.note("call_without_name")
             elif kind == "thinking":
                 thoughts.append(text_of(block.get("thinking")))
                 report.note("thinking")
-            elif kind == "tool_use" and isinstance(block.get("id"), str):
-                name = text_of(block.get("name"))
-                if calls.setdefault(block["id"], (name, arguments_of(block.get("input")))) and not name:
-                    report.note("call_without_name")
             else:
-                report.note(
-                    {"redacted_thinking": "thinking", "fallback": "fallback"}.get(kind, "unknown_block")
-                )
-    report.note("call_without_result", sum(call_id not in results for call_id in calls))
+                report.note(_NOTED.get(text_of(kind), "unknown_block"))
+    report.note("call_without_result", len(calls.keys() - results.keys()))
     return Message(
         "assistant",
         joined(texts),
@@ -249,7 +255,7 @@ def _assistant(records: Sequence[Record], report: Report) -> Message:
         thinking=joined(thoughts),
         timestamp=unix_time(records[0].get("timestamp")),
         model=model,
-        usage=usage,
+        usage=_usage(usage),
     )
 
 
@@ -300,7 +306,6 @@ def _result_text(content: Any, report: Report) -> str:
     return joined(parts)
 
 
-def _usage(value: Any) -> Usage | None:
-    usage = dict_of(value)
+def _usage(usage: dict[str, Any]) -> Usage | None:
     read = [integer_of(usage.get(name)) or 0 for name in _INPUT_TOKENS]
     return Usage(sum(read), integer_of(usage.get("output_tokens")) or 0) if usage else None

@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from hintloop.replay.ingest.report import Report
 
@@ -59,7 +58,8 @@ class Tree:
 
     def add(
         self,
-        place: Place,
+        start: int,
+        size: int,
         kind: int,
         *,
         uuid: object,
@@ -69,7 +69,7 @@ class Tree:
         calls: tuple[object, ...] = (),
         answers: tuple[object, ...] = (),
     ) -> bool:
-        """Add a record; False, and nothing is added, when its uuid is known already.
+        """Add a record of ``size`` bytes at ``start``; False, and nothing is added, when its uuid is known already.
 
         ``side`` tells sub-agents and the main conversation apart; a parent on another side is none.
         """
@@ -83,16 +83,19 @@ class Tree:
             group = self._by_group.setdefault(hash((side_key, message_id)), number)
         for call in calls:
             self._by_call.setdefault(hash((side_key, call)), group)
-        keys = [hash((side_key, answer)) for answer in answers]
-        if len(keys) > 1 or (keys and kind == USER):
-            self._more_answers[number] = keys
-        self._start.append(place.start)
-        self._size.append(place.size)
+        first = _NONE
+        if answers:
+            keys = [hash((side_key, answer)) for answer in answers]
+            first = keys[0]
+            if len(keys) > 1 or kind == USER:
+                self._more_answers[number] = keys
+        self._start.append(start)
+        self._size.append(size)
         self._kind.append(kind)
         self._parent.append(_key(parent))
         self._side.append(side_key)
         self._group.append(group)
-        self._answer.append(keys[0] if keys else _NONE)
+        self._answer.append(first)
         return True
 
     def relink(self, head: object, anchor: object) -> None:
@@ -125,9 +128,11 @@ class _Plan:
         self._node = self._nodes()
         self._up = self._parents()
         self._covered = bytearray(len(self._kind))
-        nodes = np.asarray(self._node, np.int64)
-        self._order: npt.NDArray[np.int64] = np.argsort(nodes, kind="stable")
-        self._bounds = np.searchsorted(nodes[self._order], np.arange(len(nodes) + 1))
+        nodes = np.asarray(self._node)
+        order = np.argsort(nodes, kind="stable")
+        # As plain arrays, of which single numbers are had much faster.
+        self._order = array("q", order.tobytes())
+        self._bounds = array("q", np.searchsorted(nodes[order], np.arange(len(nodes) + 1)).tobytes())
         self._extra: dict[int, list[int]] = {}
         for number, keys in tree._more_answers.items():
             for node in {tree._by_call.get(key, -1) for key in keys} - {-1, self._node[number]}:
@@ -155,25 +160,28 @@ class _Plan:
 
     def count(self) -> None:
         """Say of each record of the conversation whether it was used."""
-        for number, kind in enumerate(self._kind):
-            node = self._node[number]
-            if kind == LINK:
-                continue
-            if node < 0:
-                self._report.ignore("result_without_call")
-            elif self._covered[node]:
-                self._report.used += 1
-            else:
-                self._report.ignore("prompt_without_answer" if kind == USER else "branch_left_out")
+        kinds, nodes = np.asarray(self._kind), np.asarray(self._node)
+        told = kinds != LINK
+        found = told & (nodes >= 0)
+        used = found & (np.frombuffer(self._covered, np.uint8)[nodes] == 1) if len(nodes) else found
+        self._report.used += int(used.sum())
+        for reason, left in (
+            ("result_without_call", told & ~found),
+            ("prompt_without_answer", found & ~used & (kinds == USER)),
+            ("branch_left_out", found & ~used & (kinds != USER)),
+        ):
+            if left.any():
+                self._report.ignored[reason] += int(left.sum())
 
     def _nodes(self) -> array[int]:
         """The message of each record; -1 for links, and for results of calls that are not in the file."""
-        tree, nodes = self._tree, array("q")
+        tree = self._tree
+        nodes = array("q", tree._group)  # of a user's message its own number
         for number, kind in enumerate(self._kind):
             if kind == RESULT:
-                nodes.append(tree._by_call.get(tree._answer[number], -1))
-            else:
-                nodes.append({LINK: -1, USER: number}.get(kind, tree._group[number]))
+                nodes[number] = tree._by_call.get(tree._answer[number], -1)
+            elif kind == LINK:
+                nodes[number] = -1
         return nodes
 
     def _parents(self) -> array[int]:
@@ -271,10 +279,9 @@ class _Plan:
         return found
 
     def _step(self, node: int) -> Step:
-        members = self._order[self._bounds[node] : self._bounds[node + 1]].tolist()
-        members += self._extra.get(node, ())
+        members = [*self._order[self._bounds[node] : self._bounds[node + 1]], *self._extra.get(node, ())]
         start, size = self._tree._start, self._tree._size
-        places = tuple(Place(start[number], size[number]) for number in sorted(members))
+        places = tuple([Place(start[number], size[number]) for number in sorted(members)])
         return Step(self._kind[node], places, bool(self._covered[node]))
 
 

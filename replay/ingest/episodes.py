@@ -136,9 +136,10 @@ def _digests(turns: Iterable[Turn], ends: list[int]) -> list[bytes]:
     waiting = iter([*ends, -1])
     end = next(waiting)
     for number, turn in enumerate(turns, 1):
-        for part in (turn.role, turn.text, turn.tool_name or "", turn.tool_arguments or ""):
-            data = part.encode("utf-8", "surrogatepass")
-            running.update(len(data).to_bytes(8, "little") + data)
+        for part in (turn.role, turn.text, turn.tool_name, turn.tool_arguments):
+            data = part.encode("utf-8", "surrogatepass") if part else b""
+            running.update(len(data).to_bytes(8, "little"))
+            running.update(data)
         if number == end:
             found.append(running.digest())
             end = next(waiting)

@@ -19,7 +19,7 @@ from hintloop.replay.ingest.event_log import gathered, joined_events
 from hintloop.replay.ingest.redact import redact_trace
 from hintloop.replay.ingest.report import Refused, Report
 from hintloop.replay.ingest.trace import Trace
-from hintloop.replay.journal import DamagedSegment, Journal, JournalWriter
+from hintloop.replay.journal import Filter, Journal, JournalWriter
 
 WRITER = "ingest"
 BUFFER_BYTES = 1 << 20
@@ -110,11 +110,10 @@ class _Store:
 
 
 def _recorded(journal: Journal) -> Iterator[Episode]:
-    for segment in journal.segments():
-        try:
-            yield from (each for each in journal.read(segment) if each.source in FORMATS)
-        except DamagedSegment:
-            continue  # its episodes are not in ``episode_ids`` either, so they are taken again
+    """Episodes in damaged segments are not in ``episode_ids`` either, so they are taken again."""
+    reader = journal.reader(only=Filter(sources=tuple(FORMATS)))
+    while segment := reader.poll_segment():
+        yield from segment.episodes
 
 
 class _Watched(io.FileIO):

@@ -13,18 +13,23 @@ from typing import Any, BinaryIO, NamedTuple
 
 from hintloop.replay.ingest.report import Refused, Report
 
+_encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
 _loads: Callable[[str | bytes], Any]
+_encode_plain: Callable[[Any], str]
 try:
-    from orjson import loads as _loads
+    import orjson
 except ImportError:  # an optional speed-up
-    _loads = json.loads
+    _loads, _encode_plain = json.loads, _encode
+else:
+    _loads, _encode_plain = orjson.loads, lambda value: orjson.dumps(value).decode()
 
 MAX_LINE_BYTES = 32 << 20
 """A longer line is skipped. Parsed, one can take four times this."""
 _MAX_SPLICED_BYTES = 8 << 20
 _MAX_PIECES = 16
 """Places that a broken line is taken apart at, at most: each costs a parse."""
-_encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
+_PLAIN = frozenset([str, int, bool, type(None)])
+"""Types of which there is only one way to write a value; not so for float."""
 _BOM = b"\xef\xbb\xbf"
 _RECORD_START = re.compile(
     rb'(?<=\})\{"|(?<=.)\{"(?:parentUuid|type|timestamp|uuid|isSidechain|sessionId|record_type)":'
@@ -52,6 +57,14 @@ def read_records(stream: BinaryIO, report: Report) -> Iterator[Located]:
             report.read += 1
             report.skip("line_too_long")
             continue
+        try:
+            record = loads(line)
+        except ValueError:
+            record = None
+        if isinstance(record, dict):
+            report.read += 1
+            yield Located(record, start, len(line))
+            continue
         if start == 0 and line.startswith(_BOM):
             line, start = line[len(_BOM) :], len(_BOM)
             report.note("byte_order_mark")
@@ -63,7 +76,11 @@ def read_records(stream: BinaryIO, report: Report) -> Iterator[Located]:
 def reread(stream: BinaryIO, start: int, size: int) -> Record:
     """A record that ``read_records`` found before in the same file; ``Refused`` when it is gone."""
     stream.seek(start)
-    record, _ = parse(stream.read(size))
+    data = stream.read(size)
+    try:
+        record = loads(data)
+    except ValueError:
+        record, _ = parse(data)
     if not isinstance(record, dict):
         raise Refused(f"the file changed while it was read: there is no record at byte {start}")
     return record
@@ -71,6 +88,11 @@ def reread(stream: BinaryIO, start: int, size: int) -> Record:
 
 def dumps(value: Any) -> str:
     """Compact JSON text, non-ASCII characters as they are."""
+    if isinstance(value, dict) and _PLAIN.issuperset(map(type, value.values())):
+        try:
+            return _encode_plain(value)
+        except TypeError:
+            pass  # half of a surrogate pair, or a number of more than 64 bits
     return _encode(value)
 
 
@@ -110,10 +132,8 @@ def _skip_line(stream: BinaryIO) -> int:
 
 
 def _line_records(line: bytes, start: int, report: Report) -> Iterator[Located]:
-    try:
-        found, mended = loads(line), ""
-    except ValueError:
-        found, mended = parse(line)
+    """The records of a line that is more or less than one JSON object."""
+    found, mended = parse(line)
     if mended != "broken":
         report.read += 1
         if mended:

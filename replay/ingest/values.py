@@ -61,4 +61,4 @@ def arguments_of(value: Any) -> str:
 
 def joined(parts: Iterable[str]) -> str:
     """The parts that are not empty, a line break between them."""
-    return "\n".join(part for part in parts if part)
+    return "\n".join(filter(None, parts))

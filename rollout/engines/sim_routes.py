@@ -23,7 +23,8 @@ from starlette.types import Receive, Scope, Send
 
 from hintloop.rollout.engines.sim import Answer, Ask, SimEngine
 from hintloop.rollout.engines.sim_plan import Fault, Plan
-from hintloop.rollout.engines.vllm import LOGPROBS_MODE, NEUTRAL
+from hintloop.rollout.engines.vllm import NEUTRAL
+from hintloop.rollout.vllm_server import LOGPROBS_MODE
 
 MODEL = "sim"
 MAX_BODY_BYTES = 16 * 1024 * 1024

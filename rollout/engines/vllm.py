@@ -1,8 +1,6 @@
 """One vLLM server over HTTP: sampling with an exact record, and the control calls of a weight roll-out.
 
-A server belongs to one rollout process. It must have been started with ``--logprobs-mode processed_logprobs``,
-``--enable-scale-out``, ``VLLM_SERVER_DEV_MODE=1`` and the worker extension; ``--stream-interval 16`` saves work
-on both sides.
+A server belongs to one rollout process. ``hintloop.rollout.vllm_server`` starts one with what this needs.
 """
 
 from __future__ import annotations
@@ -25,9 +23,9 @@ from hintloop.rollout.engines.answer import (
     Stream,
     events,
 )
+from hintloop.rollout.vllm_server import LOGPROBS_MODE
 
 GENERATE = "/inference/v1/generate"
-LOGPROBS_MODE = "processed_logprobs"
 NEUTRAL = {
     "top_p": 1.0,
     "top_k": 0,

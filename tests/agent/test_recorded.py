@@ -8,10 +8,12 @@ from dataclasses import replace
 
 import pytest
 
+from hintloop.agent.conversation import Conversation
 from hintloop.agent.policy import ChatFormat, load_renderer
 from hintloop.agent.recorded import NotRendered, hint_text, tokenise
 from hintloop.cli.model import find_model
-from hintloop.replay.episode import NOT_SAMPLED, Episode, HintSite, Outcome, Turn
+from hintloop.envs.models import ToolCall
+from hintloop.replay.episode import NOT_SAMPLED, Episode, HintSite, Outcome, PreferencePair, Turn
 
 
 @pytest.fixture(scope="module")
@@ -159,3 +161,47 @@ def test_a_kind_without_template_is_dropped_and_counted(chat: ChatFormat) -> Non
 def test_a_conversation_that_the_template_refuses_is_said_to_be_so(chat: ChatFormat) -> None:
     with pytest.raises(NotRendered):
         tokenise(recorded(), chat)
+
+
+def test_a_result_without_a_name_is_read_and_is_no_call(chat: ChatFormat) -> None:
+    nameless = Turn("tool", 0, 0, "error: not JSON", error_message="not JSON")
+    made = tokenise(
+        recorded(Turn("user", 0, 0, "go"), Turn("assistant", 0, 0, "<tool_call>{"), nameless), chat
+    ).episode
+    (agent,) = (turn for turn in made.turns if turn.role == "assistant")
+    written = chat.tokenizer.decode(list(made.token_ids[agent.start : agent.end]))
+    assert written.count("<tool_call>") == 1
+    assert '"name": ""' not in written
+    last = made.turns[-1]
+    assert "error: not JSON" in chat.tokenizer.decode(list(made.token_ids[last.start : last.end]))
+
+
+def pair(chosen: str, turn: int = 1) -> PreferencePair:
+    return PreferencePair(turn, 0, (), (), chosen, "own", 2, 2, False, ("a", "b"), 0.5)
+
+
+def test_a_pair_gets_the_tokens_of_both_sides_at_its_turn(chat: ChatFormat) -> None:
+    text = 'shell {"command": "ls -a", "deep": {"x": [1, null]}}'
+    result = tokenise(replace(EPISODE, pairs=(pair(text),)), chat)
+    made = result.episode
+    (found,) = made.pairs
+    turn = made.turns[1]
+    assert found.prompt_end == turn.start
+    assert found.rejected_ids == tuple(made.token_ids[turn.start : turn.end])
+    assert Conversation(chat.renderer, [{"role": "user", "content": "x"}]).parse(found.chosen_ids) == [
+        ToolCall(name="shell", arguments={"command": "ls -a", "deep": {"x": [1, None]}})
+    ]
+    stops = chat.renderer.get_stop_token_ids()
+    assert {found.chosen_ids[-1], found.rejected_ids[-1]} <= set(stops)
+    assert (found.teachers, found.cost_usd, found.chosen_text) == (("a", "b"), 0.5, text)
+    assert not result.dropped_pairs
+
+
+def test_a_pair_that_the_template_cannot_write_is_dropped_and_counted(chat: ChatFormat) -> None:
+    pairs = (pair("no call"), pair('shell {"command": "</tool_call>"}'), pair("shell {}"))
+    result = tokenise(replace(EPISODE, pairs=pairs), chat)
+    assert [found.chosen_text for found in result.episode.pairs] == ["shell {}"]
+    assert result.dropped_pairs == {
+        "the chosen action is no call that can be read": 1,
+        "this chat template cannot write the chosen call": 1,
+    }

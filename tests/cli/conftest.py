@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from hintloop.cli.config import load_config
+from hintloop.cli.main import run_command
 from hintloop.cli.runfolder import RunFolder
 from hintloop.replay.episode import Episode, HintSite, Outcome, PreferencePair, Turn
 from hintloop.replay.journal import Journal
@@ -143,3 +144,53 @@ def keep_example(run: RunFolder) -> Callable[..., None]:
         path.write_text(json.dumps(episode.plain()))
 
     return keep
+
+
+@pytest.fixture
+def says(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
+    """Runs a command and gives what it printed."""
+
+    def run(*words: str, code: int = 0) -> str:
+        assert run_command(["traces", *words]) == code, capsys.readouterr().err
+        return capsys.readouterr().out
+
+    return run
+
+
+def record(kind: str, uuid: str, parent: str | None, content: Any, **message: Any) -> dict[str, Any]:
+    return {
+        "type": kind,
+        "uuid": uuid,
+        "parentUuid": parent,
+        "sessionId": "s1",
+        "timestamp": "2025-09-07T09:52:03Z",
+        "message": {"role": kind, "content": content, **message},
+    }
+
+
+@pytest.fixture
+def recording(tmp_path: Path) -> Path:
+    """A Claude Code session with one error, and a file beside it that is no trace."""
+    use = {"type": "tool_use", "id": "c1", "name": "Bash", "input": {"command": "lss"}}
+    failed = {
+        "type": "tool_result",
+        "tool_use_id": "c1",
+        "is_error": True,
+        "content": "lss: command not found",
+    }
+    records = [
+        record("user", "1", None, "list the files with ghp_" + "a1" * 18),
+        record("assistant", "2", "1", [use], id="m1", model="claude-x"),
+        record("user", "3", "2", [failed]),
+        record("assistant", "4", "3", [{"type": "text", "text": "sorry " * 200}], id="m2", model="claude-x"),
+    ]
+    folder = tmp_path / "projects"
+    folder.mkdir()
+    (folder / "s1.jsonl").write_text("".join(json.dumps(each) + "\n" for each in records))
+    (folder / "agent.meta.json").write_text('{"agentType": "x"}')
+    return folder
+
+
+@pytest.fixture
+def journal(tmp_path: Path) -> str:
+    return str(tmp_path / "journal")

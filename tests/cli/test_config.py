@@ -137,7 +137,13 @@ def test_unreadable_files_and_unknown_presets_are_user_errors(tmp_path: Path) ->
 def test_every_key_is_read_somewhere(key: str, repository: Path, attributes: dict[str, set[str]]) -> None:
     """The part that owns the section, or the command line, must take the attribute from something."""
     section, _, name = key.partition(".")
-    owner = {"learner": "learner", "rollout": "rollout", "evaluation": "rollout", "teachers": "rollout"}
+    owner = {
+        "learner": "learner",
+        "replicas": "learner",
+        "rollout": "rollout",
+        "evaluation": "rollout",
+        "teachers": "rollout",
+    }
     assert name in attributes["cli"] | attributes[owner.get(section, "cli")]
 
 

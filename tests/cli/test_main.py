@@ -30,12 +30,18 @@ COMMANDS = [
     ["tasks", "show"],
     ["tasks", "new"],
     ["tasks", "check"],
+    ["journal", "list"],
+    ["journal", "check"],
+    ["journal", "compact"],
+    ["journal", "copy"],
     ["traces", "ingest"],
     ["traces", "tokenize"],
     ["traces", "show"],
     ["traces", "stats"],
     ["traces", "grep"],
     ["traces", "export"],
+    ["traces", "push"],
+    ["traces", "replay"],
     ["sim-engine"],
     ["view"],
     ["student", "build"],
@@ -243,7 +249,8 @@ def test_tables_can_be_had_as_json(capsys: pytest.CaptureFixture[str], run: RunF
     assert run_command(["tasks", "list", "--json"]) == 0
     assert {row["split"] for row in json.loads(capsys.readouterr().out)} >= {"train", "heldmut", "heldfn"}
     assert run_command(["status", str(run.path), "--json"]) == 0
-    assert [row["part"] for row in json.loads(capsys.readouterr().out)] == ["play", "rollout", "learner"]
+    told = json.loads(capsys.readouterr().out)
+    assert [row["part"] for row in told["parts"]] == ["play", "rollout", "learner"]
     assert run_command(["report", str(run.path), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["episodes"]["played"] == 4
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -13,56 +12,6 @@ from hintloop.cli.main import run_command
 from hintloop.replay.journal import Journal
 
 Says = Callable[..., str]
-
-
-@pytest.fixture
-def says(capsys: pytest.CaptureFixture[str]) -> Says:
-    """Runs a command and gives what it printed."""
-
-    def run(*words: str, code: int = 0) -> str:
-        assert run_command(["traces", *words]) == code, capsys.readouterr().err
-        return capsys.readouterr().out
-
-    return run
-
-
-def record(kind: str, uuid: str, parent: str | None, content: Any, **message: Any) -> dict[str, Any]:
-    return {
-        "type": kind,
-        "uuid": uuid,
-        "parentUuid": parent,
-        "sessionId": "s1",
-        "timestamp": "2025-09-07T09:52:03Z",
-        "message": {"role": kind, "content": content, **message},
-    }
-
-
-@pytest.fixture
-def recording(tmp_path: Path) -> Path:
-    """A Claude Code session with one error, and a file beside it that is no trace."""
-    use = {"type": "tool_use", "id": "c1", "name": "Bash", "input": {"command": "lss"}}
-    failed = {
-        "type": "tool_result",
-        "tool_use_id": "c1",
-        "is_error": True,
-        "content": "lss: command not found",
-    }
-    records = [
-        record("user", "1", None, "list the files with ghp_" + "a1" * 18),
-        record("assistant", "2", "1", [use], id="m1", model="claude-x"),
-        record("user", "3", "2", [failed]),
-        record("assistant", "4", "3", [{"type": "text", "text": "sorry " * 200}], id="m2", model="claude-x"),
-    ]
-    folder = tmp_path / "projects"
-    folder.mkdir()
-    (folder / "s1.jsonl").write_text("".join(json.dumps(each) + "\n" for each in records))
-    (folder / "agent.meta.json").write_text('{"agentType": "x"}')
-    return folder
-
-
-@pytest.fixture
-def journal(tmp_path: Path) -> str:
-    return str(tmp_path / "journal")
 
 
 def test_ingest_walks_a_folder_and_prints_what_became_of_it(
@@ -136,6 +85,7 @@ def test_stats_count_by_source_and_by_kind_of_error(says: Says, recording: Path,
                 "calls": 1,
                 "tokens": 0,
                 "sites": 1,
+                "pairs": 0,
             }
         ],
         "errors": [{"source": "claude_code", "cause": "model", "error": "command_not_found", "count": 1}],
@@ -180,7 +130,7 @@ def test_the_learner_trains_on_recordings_by_their_hints(
     assert counts["tokens_unscored"] > 0
 
 
-@pytest.mark.parametrize("words", ["ingest", "tokenize", "export", "grep", "show", "stats"])
+@pytest.mark.parametrize("words", ["ingest", "tokenize", "export", "push", "grep", "show", "stats", "replay"])
 def test_every_command_has_help_with_an_example(says: Says, words: str) -> None:
     assert f"Example: hintloop traces {words}" in " ".join(says(words, "--help").split())
 
@@ -231,3 +181,22 @@ def test_an_export_in_an_unknown_format_is_one_line(
     words = ["traces", "export", "--journal", journal, "--to", str(tmp_path), "--format", "csv"]
     assert run_command(words) == 2
     assert "csv" in capsys.readouterr().err
+
+
+def test_pushing_without_a_token_is_one_line(
+    says: Says,
+    recording: Path,
+    journal: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.delenv("HF_TOKEN", raising=False)
+    says("ingest", str(recording), "--journal", journal)
+    words = ["traces", "export", "--journal", journal, "--to", str(tmp_path / "set"), "--format", "hf"]
+    assert run_command([*words, "--push", "me/set"]) == 2
+    said = capsys.readouterr().err
+    assert "set the environment variable HF_TOKEN" in said
+    assert len(said.splitlines()) == 1
+    assert run_command(["traces", "push", str(tmp_path / "set"), "me/set"]) == 2
+    assert "HF_TOKEN" in capsys.readouterr().err

@@ -23,9 +23,10 @@ from typing import Any
 import pytest
 import websockets
 
-from hintloop.envs.client import AtCapacity, CodingEnvClient, EnvironmentLost, EnvPool, Refused, open_session
+from hintloop.envs.client import AtCapacity, CodingEnvClient, EnvironmentLost, Refused, open_session
 from hintloop.envs.errors import Cause
 from hintloop.envs.models import ToolCall, ToolResult
+from hintloop.envs.pool import EnvPool
 from hintloop.envs.registry import register_taskset, taskset_names
 from hintloop.envs.sandbox.local import LocalProvider
 from hintloop.envs.server import PortTaken, serve

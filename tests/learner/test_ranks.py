@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import socket
 import subprocess
@@ -10,10 +11,15 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
+from hintloop.learner import checkpoint as checkpoints
 from hintloop.learner.arguments import trl_arguments
 from hintloop.learner.config import LearnerConfig
+from hintloop.learner.run import run_learner
+from hintloop.replay.journal import Journal
 
+from .factory import make_groups
 from .ranks import steps
 
 TESTS = Path(__file__).parents[1]
@@ -67,3 +73,70 @@ def test_processes_that_cannot_share_the_micro_batches_are_refused(
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(ValueError, match="2 processes cannot share 3 micro-batches evenly"):
         trl_arguments(LearnerConfig(micro_batches=3), tmp_path)
+
+
+@pytest.mark.slow
+def test_a_launched_learner_makes_the_steps_of_one_process_and_goes_on_in_another_number(
+    tmp_path: Path,
+) -> None:
+    """Two processes make two steps; one goes on from there, and ends where one alone ends."""
+    writer = Journal(tmp_path / "journal").writer("w")
+    for group in make_groups(8, 3, sites=1, pairs=1, logprob=-5.0):
+        writer.append(group)
+    settings = {"groups_per_step": 2, "micro_batches": 2, "grad_norm_every": 2, "seed": 3}
+    options = [word for key, value in settings.items() for word in ("--set", f"learner.{key}={value}")]
+    launcher = ["torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    learn = ["hintloop.cli.main", "learn", "--run", str(tmp_path), "--set", "learner.steps=2", *options]
+    launched = subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            *launcher,
+            "-m",
+            "--",
+            *learn,
+            "--json",
+        ],  # or torchrun takes --run for its own
+        env={**os.environ, "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "1"},
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE_S,
+        check=False,
+    )
+    assert launched.returncode == 0, launched.stderr[-3000:]
+    summary = json.loads(launched.stdout)
+    assert (summary["step"], summary["version"], summary["reason"]) == (2, 2, "steps")
+    config = LearnerConfig(steps=4, **settings)
+    for name in (".", "alone"):
+        folder = tmp_path / name
+        run_learner(
+            tmp_path / "student",
+            str(tmp_path / "journal"),
+            str(folder / "weights"),
+            folder,
+            config,
+            follow=False,
+        )
+    two, one = (newest_weights(tmp_path / name) for name in (".", "alone"))
+    for name, weight in one.items():
+        torch.testing.assert_close(two[name], weight, atol=1e-5, rtol=0)
+    both = [
+        (tmp_path / name / "metrics" / "learner.jsonl").read_text().splitlines() for name in (".", "alone")
+    ]
+    for ours, alone in zip(*both, strict=True):
+        found, expected = json.loads(ours), json.loads(alone)
+        assert found.keys() == expected.keys()
+        for key in expected.keys() - {
+            "time",
+            "version",
+            "seconds_waiting",
+            "seconds_training",
+            "seconds_publishing",
+        }:
+            assert found[key] == pytest.approx(expected[key], rel=1e-3, abs=1e-5), key
+
+
+def newest_weights(folder: Path) -> dict[str, torch.Tensor]:
+    found = checkpoints.newest(folder / "checkpoints")
+    assert found is not None
+    return load_file(found.model / "model.safetensors")

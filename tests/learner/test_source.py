@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import time
 from pathlib import Path
@@ -10,7 +11,7 @@ import pytest
 
 from hintloop.learner.source import GroupSource, IdleTimeout
 from hintloop.replay.episode import Episode
-from hintloop.replay.journal import Journal
+from hintloop.replay.journal import Filter, Journal
 
 from .factory import make_groups
 
@@ -48,6 +49,23 @@ def test_a_segment_that_comes_late_does_not_shift_a_position_inside_another(tmp_
     write(tmp_path, late, writer="a")
     resumed = GroupSource(journal, position=source.position, follow=False)
     assert names(resumed.take(10)) == ["g1", "g2", "g3", "g4"]
+
+
+@pytest.mark.parametrize("per_segment", [1, 4])
+def test_a_filter_passes_over_groups_and_a_position_does_not_depend_on_it(
+    per_segment: int, tmp_path: Path
+) -> None:
+    groups = [
+        [dataclasses.replace(e, source=("rollout", "codex")[number % 2]) for e in group]
+        for number, group in enumerate(make_groups(6, 2))
+    ]
+    journal = write(tmp_path, groups, per_segment)
+    source = GroupSource(journal, follow=False, only=Filter(sources=("codex",)))
+    assert names(source.take(2)) == ["g1", "g3"]
+    position = json.loads(json.dumps(source.position))
+    assert names(source.take(9)) == ["g5"]
+    assert (source.unwanted, source.repeated) == (3, 0)
+    assert names(GroupSource(journal, position=position, follow=False).take(9)) == ["g4", "g5"]
 
 
 def test_a_group_that_was_taken_is_not_taken_again(tmp_path: Path) -> None:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from uuid import uuid4
 
-import pytest
 from safetensors.torch import load_file
 
 from hintloop.learner.config import LearnerConfig
@@ -17,26 +15,6 @@ from hintloop.replay.weights import WeightStore
 from .factory import make_groups, save_student
 
 CONFIG = LearnerConfig(groups_per_step=2, micro_batches=2, max_staleness=None)
-
-
-@pytest.fixture(scope="module")
-def bucket() -> Iterator[str]:
-    """An empty bucket of a server on loopback, which the usual variables of the environment name."""
-    server_of = pytest.importorskip("moto.server", reason="needs moto, of the extra dev")
-    s3fs = pytest.importorskip("s3fs", reason="needs s3fs, of the extra dev")
-    server = server_of.ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
-    server.start()
-    host, port = server.get_host_and_port()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("AWS_ENDPOINT_URL", f"http://{host}:{port}")
-        patch.setenv("AWS_ACCESS_KEY_ID", "testing")
-        patch.setenv("AWS_SECRET_ACCESS_KEY", "testing")
-        patch.setenv("AWS_DEFAULT_REGION", "us-east-1")
-        s3fs.S3FileSystem.clear_instance_cache()
-        s3fs.S3FileSystem().mkdir("traces")
-        yield "s3://traces"
-        s3fs.S3FileSystem.clear_instance_cache()
-    server.stop()
 
 
 def train_on(uri: str, folder: Path) -> dict[str, object]:

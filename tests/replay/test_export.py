@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from hintloop.replay.episode import NOT_SAMPLED, Episode, HintSite, Outcome, PreferencePair, Turn
 from hintloop.replay.export import hf
 from hintloop.replay.export.atif import export_atif, file_name, trajectory
+from hintloop.replay.export.chat import action_of
 from hintloop.replay.export.hf import export_hf
 from hintloop.replay.ingest.episodes import NO_RESULT
 from hintloop.replay.ingest.ingest import find_files, ingest
@@ -256,6 +257,51 @@ def test_calls_of_recordings_are_tool_calls_with_any_arguments(tmp_path: Path) -
         {"input": "text"},
     ]
     assert [message["role"] for message in rows[-1]["prompt"]][-2:] == ["tool", "assistant"]
+
+
+def rows_of(folder: Path, episode: Episode) -> list[dict[str, Any]]:
+    datasets = pytest.importorskip("datasets")
+    export_hf([[episode]], folder / "set")
+    return list(
+        datasets.load_dataset(
+            str(folder / "set"), "preference", split="train", cache_dir=str(folder / "cache")
+        )
+    )
+
+
+def calls_in(message: dict[str, Any]) -> list[tuple[str, Any]]:
+    calls = [call["function"] for call in message["tool_calls"] or ()]
+    return [(call["name"], call["arguments"]) for call in calls]
+
+
+@pytest.mark.parametrize("source", ["rollout", "codex"])
+def test_both_sides_of_a_pair_have_the_same_form(tmp_path: Path, source: str) -> None:
+    episode = live_episode()
+    chosen = replace(episode.pairs[0], chosen_text='run {"command": "ls"}')
+    episode = replace(episode, source=source, pairs=(chosen,))
+    if source == "codex":
+        called = replace(episode.turns[3], tool_arguments='{"command": "lss"}')
+        turns = (*episode.turns[:3], called, *episode.turns[4:])
+        episode = replace(episode, turns=turns, token_ids=(), loss_mask=(), logprobs=(), policy_versions=())
+    (row,) = rows_of(tmp_path, episode)
+    assert calls_in(row["chosen"][0]) == [("run", {"command": "ls"})]
+    assert calls_in(row["rejected"][0]) == [("run", {"command": "lss"})]
+
+
+def test_a_pair_whose_own_action_is_not_known_is_text_on_both_sides(tmp_path: Path) -> None:
+    episode = live_episode()
+    two_calls = replace(episode.pairs[0], turn=4, chosen_text='run {"command": "ls"}')
+    (row,) = rows_of(tmp_path, replace(episode, pairs=(two_calls,)))
+    assert row["chosen"][0]["content"] == 'run {"command": "ls"}'
+    assert row["rejected"][0]["content"] == "<tool_call>lss</tool_call>"
+    assert calls_in(row["chosen"][0]) == calls_in(row["rejected"][0]) == []
+
+
+def test_an_action_is_read_as_it_was_written() -> None:
+    assert action_of('run {"a": {"b": "c {d}"}}') == ("run", {"a": {"b": "c {d}"}})
+    assert action_of("run {}") == ("run", {})
+    for text in ("", "run", "malformed", " {}", 'run {"a": ', "run []", "<tool_call>ls</tool_call>"):
+        assert action_of(text) is None
 
 
 def test_long_prompts_are_left_out_and_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

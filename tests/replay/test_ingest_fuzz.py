@@ -5,23 +5,37 @@ from __future__ import annotations
 import io
 import json
 import random
+import resource
+import signal
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pyarrow import total_allocated_bytes as arrow_bytes
 
 from hintloop.replay.ingest.detect import FORMATS, detect
 from hintloop.replay.ingest.document import whole
 from hintloop.replay.ingest.episodes import to_episode
+from hintloop.replay.ingest.ingest import ingest
 from hintloop.replay.ingest.redact import redact_trace
 from hintloop.replay.ingest.report import Refused, Report
-from hintloop.replay.table import decode, encode
+from hintloop.replay.journal import Journal
+from hintloop.replay.segment import decode, encode
 
 from .recordings import Claude, balanced, small_claude
 from .samples import DOCUMENTS, FORMS, files
 
+FUZZED = 10_000
+FILE_SECONDS = 20.0
+"""For a file that takes some milliseconds, on a busy machine."""
+INGESTED_SHARE = 20
+"""One of so many files also goes the whole way into a journal."""
+GROWTH_KIB = 32 << 10
 ODD = [None, 5, -1.5, True, "", "x", [], {}, [1], {"a": 1}, ["x", {"type": "text"}], "\ud800", "🙂", 1 << 70]
 
 
@@ -92,6 +106,27 @@ def damaged_bytes(original: bytes, random_: random.Random) -> bytes:
     return bytes(data)
 
 
+@contextmanager
+def deadline(seconds: float, what: str) -> Iterator[None]:
+    """``TimeoutError`` in the middle of what takes longer."""
+
+    def late(*_: object) -> None:
+        raise TimeoutError(f"{what} takes more than {seconds:g} s")
+
+    before = signal.signal(signal.SIGALRM, late)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def peak_kib() -> int:
+    """Highest resident memory of this process so far."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+
 def check(data: bytes, format: str) -> None:
     report = Report()
     try:
@@ -125,10 +160,26 @@ def test_a_file_of_another_format_is_read_or_refused(name: str, format: str) -> 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SEEDS)
-def test_ten_thousand_damaged_files_are_read_or_refused(name: str) -> None:
-    format, _ = SEEDS[name]
-    for seed in range(10_000 // len(SEEDS) + 1):
-        check(damaged_file(name, seed), format)
+def test_ten_thousand_damaged_files_are_read_or_refused(name: str, tmp_path: Path) -> None:
+    """Each within its time, all in the same memory, and of each there is one report."""
+    count, journal = FUZZED // len(SEEDS) + 1, Journal(tmp_path / "journal")
+    reports: list[Report] = []
+    for seed in range(count):
+        data = damaged_file(name, seed)
+        with deadline(FILE_SECONDS, f"seed {seed}"):
+            check(data, SEEDS[name][0])
+        if seed % INGESTED_SHARE == 0:
+            path = tmp_path / f"{seed}.json"
+            path.write_bytes(data)
+            with deadline(FILE_SECONDS, f"seed {seed}"):
+                reports += ingest([path], journal)
+        if seed == count // 4:
+            before = peak_kib(), arrow_bytes()
+    assert peak_kib() - before[0] < GROWTH_KIB
+    assert arrow_bytes() - before[1] < GROWTH_KIB << 10
+    assert len(reports) == len(range(0, count, INGESTED_SHARE))
+    assert all(report.refused or balanced(report) for report in reports)
+    assert len(journal.episode_ids()) == sum(report.episodes for report in reports)
 
 
 @given(st.binary(max_size=400))

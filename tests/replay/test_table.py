@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from hintloop.replay.episode import SCHEMA_VERSION, Episode, HintSite, Outcome, PreferencePair, Turn
-from hintloop.replay.table import SCHEMA, DamagedSegment, decode, encode, from_table, seal, to_table
+from hintloop.replay.segment import DamagedSegment, SegmentFile, decode, encode, seal
+from hintloop.replay.table import SCHEMA, from_table, to_table
 
 INT32 = st.integers(-(2**31), 2**31 - 1)
 DOUBLE = st.floats(allow_nan=False)
@@ -125,7 +128,7 @@ def test_other_parquet_tools_read_a_segment(make_episode: Callable[[int], Episod
 @pytest.mark.parametrize(
     ("metadata", "message"),
     [
-        ({"schema_version": "99"}, f"schema version 99, this program reads {SCHEMA_VERSION}"),
+        ({"schema_version": "99"}, f"schema version 99, this program reads those up to {SCHEMA_VERSION}"),
         ({}, "holds no episodes"),
     ],
 )
@@ -135,6 +138,22 @@ def test_another_schema_version_is_a_clear_error(
     table = to_table([make_episode(0)]).replace_schema_metadata(metadata)
     with pytest.raises(ValueError, match=f"s-1.* {message}"):
         decode(seal(table), "s-1")
+
+
+def test_a_file_of_schema_version_1_reads_as_one_of_today(make_episode: Callable[[int], Episode]) -> None:
+    data = (Path(__file__).parent / "data" / "schema_1.parquet").read_bytes()  # as the program then wrote it
+    assert pq.read_schema(pa.BufferReader(data)).field("reward_parts").type == pa.map_(
+        pa.string(), pa.float64()
+    )
+    assert decode(data, "s-1") == [make_episode(0), make_episode(1)]
+    assert encode(decode(data, "s-1")) == encode([make_episode(0), make_episode(1)])
+
+
+def test_a_part_of_an_upgraded_table_is_the_right_part(make_episode: Callable[[int], Episode]) -> None:
+    data = (Path(__file__).parent / "data" / "schema_1.parquet").read_bytes()
+    table = SegmentFile(data, "s-1").table(0)
+    assert table.schema.equals(SCHEMA, check_metadata=True)
+    assert from_table(table.slice(1)) == [make_episode(1)]
 
 
 def test_episodes_of_another_schema_version_are_not_written(make_episode: Callable[[int], Episode]) -> None:

@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -24,6 +25,7 @@ from hintloop.rollout.vllm_extension import (
     Fetcher,
     WorkerExtension,
     check_layout,
+    check_sizes,
     fetch,
     iter_tensors,
     packed_tied_heads,
@@ -46,6 +48,7 @@ class Worker(WorkerExtension):
 
     def __init__(self) -> None:
         self.tensors: dict[str, torch.Tensor] = {}
+        self.model_config: Any = None
 
     def hintloop_apply(self, folder: Path, version: int) -> None:
         self.tensors = dict(iter_tensors(folder))
@@ -99,6 +102,18 @@ def test_a_load_that_breaks_half_way_says_that_the_model_is_lost(worker: Worker,
     wait_ready(worker)
     answer = worker.hintloop_load(13)
     assert answer == {"ok": False, "intact": False, "error": "RuntimeError: out of memory"}
+
+
+def test_a_version_of_another_model_than_the_served_one_is_refused(worker: Worker, tmp_path: Path) -> None:
+    (tmp_path / "made").mkdir()
+    (tmp_path / "made" / "config.json").write_text(json.dumps({"hidden_size": 64, "vocab_size": 949}))
+    worker.model_config = SimpleNamespace(hf_config=SimpleNamespace(hidden_size=128, vocab_size=949))
+    worker.hintloop_fetch(publish(tmp_path, 0).uri, 0)
+    wait_ready(worker)
+    answer = worker.hintloop_load(0)
+    assert answer["intact"]
+    assert "another model: its hidden_size is 128, and that of the version 64" in answer["error"]
+    check_sizes(tmp_path, worker.model_config.hf_config)  # a version that does not say
 
 
 def test_a_version_with_other_tensors_is_refused_before_the_model_is_touched(

@@ -1,6 +1,7 @@
 """The real thing: vLLM on the CPU takes weights while it generates, and every token's record is exact.
 
-``HINTLOOP_VLLM_PYTHON`` names a Python with vLLM 0.32 or newer, ``fsspec`` and ``structlog``.
+``HINTLOOP_VLLM_PYTHON`` names a Python with vLLM 0.32 or newer, ``fsspec`` and ``structlog``;
+``containers/vllm-env`` makes one.
 """
 
 from __future__ import annotations
@@ -71,24 +72,13 @@ def url(store: WeightStore, repository: Path, tmp_path_factory: pytest.TempPathF
     (folder / "ns" / "hintloop").symlink_to(repository)
     with socket.create_server(("127.0.0.1", 0)) as sock:
         port = sock.getsockname()[1]
-    options = {
-        "--model": str(store.fetch(0, folder)),
-        "--dtype": "float32",
-        "--max-model-len": "1024",
-        "--max-num-seqs": "16",
-        "--host": "127.0.0.1",
-        "--port": str(port),
-        "--worker-extension-cls": "hintloop.rollout.vllm_extension.WorkerExtension",
-        "--logprobs-mode": "processed_logprobs",
-        "--generation-config": "vllm",
-        "--stream-interval": "8",
-    }
-    command = [os.environ["HINTLOOP_VLLM_PYTHON"], "-m", "vllm.entrypoints.openai.api_server"]
-    command += [word for pair in options.items() for word in pair]
-    command += ["--skip-tokenizer-init", "--enforce-eager", "--enable-scale-out"]
+    model = str(store.fetch(0, folder))
+    command = [os.environ["HINTLOOP_VLLM_PYTHON"], "-m", "hintloop.rollout.vllm_server", model]
+    options = (
+        f"--port {port} --max-model-len 1024 --max-num-seqs 16 --stream-interval 8 --skip-tokenizer-init"
+    )
+    command += options.split()
     env = os.environ | {
-        "VLLM_SERVER_DEV_MODE": "1",
-        "VLLM_CPU_KVCACHE_SPACE": "1",
         "HF_HUB_OFFLINE": "1",
         "PYTHONPATH": str(folder / "ns"),
         CACHE: str(folder / "cache"),

@@ -154,7 +154,7 @@ def test_a_journal_that_fails_ends_the_run(make_player: Any, world: Any, tmp_pat
         raise OSError("the disk is full")
 
     with pytest.raises(OSError, match="disk is full"):
-        play(make_player(), world(), tmp_path, append=full)
+        play(make_player(), world(), tmp_path, append=full, storage_timeout_s=0.3)
 
 
 def test_cancelling_drops_unfinished_groups_at_once(make_player: Any, world: Any, tmp_path: Path) -> None:

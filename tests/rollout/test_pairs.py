@@ -238,7 +238,7 @@ def test_a_group_gets_its_pairs_into_the_journal(make_player: Any, world: Any, t
                 player=make_player(),
                 sampling=Sampling(1.0, 400),
                 open_environment=world().session,
-                task_of=lambda index: "bugfix/x",
+                task_of=lambda index, attempt=0: "bugfix/x",
                 append=segments.append,
                 pacer=pacer,
                 rule=GroupRule(3, 6, 3, 3, 10.0),

@@ -23,7 +23,7 @@ from hintloop.agent.policy import load_renderer
 from hintloop.envs import tasksets  # noqa: F401 - registers the bundled sets
 from hintloop.envs.registry import get_task, load_taskset
 from hintloop.replay.episode import Episode, Outcome
-from hintloop.replay.journal import Journal
+from hintloop.replay.journal import Journal, JournalWriter
 from hintloop.replay.weights import WeightStore
 from hintloop.rollout.config import EvaluationConfig, RolloutConfig, TeachersConfig, TeacherSpec
 from hintloop.rollout.engines.scripted import ScriptedEngine
@@ -124,7 +124,7 @@ class Learner(threading.Thread):
                 self.store.publish(version, self.student, metadata={"final": version == self.last})
 
 
-def rollout(folder: Path, url: str, student: Path, **changes: Any) -> RolloutSummary:
+def rollout(folder: Path, url: str | list[str], student: Path, **changes: Any) -> RolloutSummary:
     chat = load_renderer(student)
     stop = chat.renderer.get_stop_token_ids()[0]
 
@@ -247,6 +247,50 @@ def test_a_stopped_run_goes_on_where_the_journal_ends(
     assert groups[: 2 * summary.version] == [group_id(index) for index in range(2 * summary.version)]
     rows = [json.loads(line) for line in (tmp_path / "evaluation.jsonl").read_text().splitlines()]
     assert [row["label"] for row in rows].count("before") == 1
+
+
+def test_a_run_goes_on_without_a_server_that_dies_and_through_a_journal_that_fails_for_a_while(
+    env_url: str, student_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    victim_url = tmp_path / "victim"
+    victim = subprocess.Popen([sys.executable, "-c", SERVER, str(victim_url)])
+    append, calls = JournalWriter.append, iter(range(10**6))
+
+    def failing(writer: JournalWriter, episodes: Any) -> str:
+        call = next(calls)
+        if call == 1:
+            victim.kill()
+        if 1 <= call <= 3:
+            raise OSError(28, "No space left on device")
+        return append(writer, episodes)
+
+    monkeypatch.setattr(JournalWriter, "append", failing)
+    learner = Learner(tmp_path, student_folder, per_step=2, last=4)
+    try:
+        deadline = time.monotonic() + 60
+        while not victim_url.exists():
+            assert victim.poll() is None
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        learner.start()
+        urls = [victim_url.read_text().strip(), env_url]
+        summary = rollout(tmp_path, urls, student_folder, seconds_per_turn=0.02)
+    finally:
+        victim.kill()
+        victim.wait(10)
+    learner.join(10)
+    assert (summary.stopped, summary.version) == ("final", 4)
+    assert set(summary.lost) <= {"environment"}
+    ids = [episode.episode_id for episode in journalled(tmp_path)]
+    assert len(ids) == len(set(ids)) == 4 * summary.groups
+    status = json.loads((tmp_path / "status" / "rollout.json").read_text())
+    assert [(server["url"], server["state"]) for server in status["env_servers"]] == [
+        (urls[0], "down"),
+        (env_url, "ready"),
+    ]
+    assert status["failures"]["storage"] == 3
+    assert status["loop"].keys() == {"lag_p50_ms", "lag_p99_ms", "lag_max_ms"}
+    assert status["waits"] == []
 
 
 @pytest.fixture(scope="module")

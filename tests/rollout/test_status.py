@@ -8,7 +8,7 @@ import json
 from collections import Counter
 from pathlib import Path
 
-from hintloop.rollout.status import MAX_REASONS, Board, beat, write_json
+from hintloop.rollout.status import MAX_REASONS, Board, StatusFile, write_json
 
 
 def test_the_file_is_written_again_and_again_until_cancelled(tmp_path: Path) -> None:
@@ -16,7 +16,7 @@ def test_the_file_is_written_again_and_again_until_cancelled(tmp_path: Path) -> 
     path = tmp_path / "status" / "rollout.json"
 
     async def run() -> None:
-        heart = asyncio.create_task(beat(board, path))
+        heart = asyncio.create_task(StatusFile(board, path).beat())
         await asyncio.sleep(0.05)
         heart.cancel()
         with contextlib.suppress(asyncio.CancelledError):

@@ -16,11 +16,12 @@ import pytest
 
 from hintloop.agent.engine import Sampling
 from hintloop.agent.episode import EpisodeSpec
-from hintloop.envs.client import EnvPool, Refused, open_session
+from hintloop.envs.client import Refused, open_session
 from hintloop.envs.environment import CodingEnvironment
 from hintloop.envs.errors import Cause
 from hintloop.envs.grading.result import VisibleResult
 from hintloop.envs.models import ToolCall, ToolResult, Trial
+from hintloop.envs.pool import EnvPool
 from hintloop.envs.sandbox.base import USUAL, Sandbox, SandboxDead, SandboxSpec
 from hintloop.envs.sandbox.local import LocalProvider
 from hintloop.envs.task import RepositoryTests, Script, Task

@@ -108,3 +108,45 @@ def test_without_a_probe_or_a_way_to_score_there_is_nothing_to_compare(tmp_path:
 
     assert asyncio.run(check_probe(Fetched(1, tmp_path, False, {}), score)) is None
     assert asyncio.run(check_probe(probe(1, [0.0, 0.0]), None)) is None
+
+
+class Flaky:
+    """A storage of weights whose first looks and fetches fail."""
+
+    def __init__(self, store: WeightStore, failures: Sequence[Exception]) -> None:
+        self.store = store
+        self.failures = list(failures)
+
+    def latest(self) -> Any:
+        if len(self.failures) > 1:
+            raise self.failures.pop(0)
+        return self.store.latest()
+
+    def fetch(self, version: int, cache: Path) -> Path:
+        if self.failures:
+            raise self.failures.pop(0)
+        return self.store.fetch(version, cache)
+
+
+def test_a_storage_that_fails_for_a_while_is_looked_at_again_and_each_failure_is_heard_of(
+    tmp_path: Path,
+) -> None:
+    store = WeightStore(tmp_path / "weights")
+    publish(store, tmp_path / "made", 0)
+    heard: list[OSError] = []
+    looks: list[None] = []
+    errors = [OSError("no answer"), PermissionError("for now"), OSError("cut off")]
+
+    async def run() -> Fetched:
+        return await next_version(
+            Flaky(store, errors),
+            tmp_path / "cache",
+            after=-1,
+            poll_s=0.01,
+            on_look=lambda: looks.append(None),
+            on_failure=heard.append,
+        )
+
+    assert asyncio.run(run()).version == 0
+    assert heard == errors
+    assert len(looks) == 4

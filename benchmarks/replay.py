@@ -1,0 +1,250 @@
+"""How fast a journal is appended to, listed and read, and recordings are taken into one; and in how much memory.
+
+For each number of segments: a journal of 16 writers with one episode in each segment, first with one file per
+segment, then merged, then while somebody appends to it. For each number of megabytes: a Claude Code file of that size
+(compactions, results stored twice as the tool does, some errors) is taken into a journal; its rates are by processor
+time, all others by wall time. Prints one JSON object per measurement. Each size has a process of its own; ``peak_mb``
+is the peak of its resident memory until then.
+
+    python benchmarks/replay.py --segments 100 10000 100000 --megabytes 200
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import os
+import random
+import resource
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from hintloop.replay.episode import NOT_SAMPLED, Episode, HintSite, Outcome, Turn
+from hintloop.replay.ingest.ingest import ingest
+from hintloop.replay.ingest.lines import read_records
+from hintloop.replay.ingest.report import Report
+from hintloop.replay.journal import Journal
+from hintloop.replay.listing import segment_name
+from hintloop.replay.segment import encode
+
+WRITERS = 16
+DIFFERENT = 64
+"""Segments that differ; more are links to these."""
+TOKENS = 600
+READ = 5_000
+"""Segments that are read at most."""
+APPENDS = 300
+COMPACT_EVERY_CALLS = 400
+"""Calls between two compactions of the recorded conversation: about a megabyte of text."""
+WORDS = ["def", "return", "value", "=", "self", "token", "path", "for", "in", "if", "not", "import", "class", "the",
+         "of", "to", "line", "print", "(", ")", ":", "[", "]", "{", "}", "\\n"]  # fmt: skip
+
+
+def episode(number: int) -> Episode:
+    """One like those of the bundled tasks: some turns, an error with its hint, no two alike."""
+    rng = random.Random(number)
+    turns = []
+    for turn in range(6):
+        text = " ".join(rng.choices(WORDS, k=40))
+        role, tool = ("assistant", "run") if turn % 2 else ("tool", None)
+        turns.append(Turn(role, 100 * turn, 100 * turn + 100, text, tool_name=tool))
+    sampled = [token // 100 % 2 for token in range(TOKENS)]
+    return Episode(
+        episode_id=f"e{number}",
+        group_id=f"g{number}",
+        task_id=f"bugfix/{number}",
+        env="coding",
+        source="rollout",
+        created_at=float(number),
+        model="student",
+        tokenizer_fingerprint="benchmark",
+        token_ids=[rng.randrange(4096) for _ in range(TOKENS)],
+        loss_mask=sampled,
+        logprobs=[-rng.random() if each else 0.0 for each in sampled],
+        policy_versions=[number // 64 if each else NOT_SAMPLED for each in sampled],
+        turns=tuple(turns),
+        outcome=Outcome.SOLVED,
+        reward=1.0,
+        hint_sites=(HintSite(3, "syntax_error", "mind the colon", 290, 300, 400, tuple(range(20))),),
+    )
+
+
+def records(seed: int = 0) -> Iterator[dict[str, Any]]:
+    """An endless session of Claude Code."""
+    rng = random.Random(seed)
+    parent: str | None = None
+    number = 0
+
+    def record(kind: str, message: dict[str, Any], **more: Any) -> dict[str, Any]:
+        nonlocal parent, number
+        number += 1
+        uuid = f"{number:08x}-0000-4000-8000-{number:012x}"
+        made = {
+            "parentUuid": parent,
+            "isSidechain": False,
+            "userType": "external",
+            "cwd": "/home/user/project",
+            "sessionId": "5c0375b4-57a5-4f26-b12d-d022ee4e51b7",
+            "version": "2.1.206",
+            "gitBranch": "main",
+            "type": kind,
+            "message": message,
+            "uuid": uuid,
+            "timestamp": "2025-09-07T09:52:03.071Z",
+            **more,
+        }
+        parent = uuid
+        return made
+
+    def text(count: int) -> str:
+        return " ".join(rng.choices(WORDS, k=count))
+
+    while True:
+        parent = None
+        yield record("user", {"role": "user", "content": text(300)})
+        for call in range(COMPACT_EVERY_CALLS):
+            head = {"id": f"msg_{number:024x}", "type": "message", "role": "assistant", "model": "claude-x"}
+            yield record("assistant", {**head, "content": [{"type": "text", "text": text(40)}]})
+            use = {
+                "type": "tool_use",
+                "id": f"toolu_{number:024x}",
+                "name": "Bash",
+                "input": {"command": text(30)},
+            }
+            yield record("assistant", {**head, "content": [use]})
+            output = text(rng.choice((20, 200, 2000)))
+            failed = call % 20 == 0
+            block = {
+                "type": "tool_result",
+                "tool_use_id": use["id"],
+                "is_error": failed,
+                "content": f"Exit code 1\nSyntaxError: {output}" if failed else output,
+            }
+            said: Any = {"stdout": output, "stderr": "", "interrupted": False}
+            yield record("user", {"role": "user", "content": [block]}, toolUseResult=said)
+
+
+def write(path: Path, size: int) -> None:
+    """A recording of at least ``size`` bytes."""
+    with path.open("w", encoding="utf-8") as file:
+        for record in records():
+            file.write(json.dumps(record, ensure_ascii=False) + "\n")
+            if file.tell() >= size:
+                return
+
+
+def peak_mb() -> float:
+    """Highest resident memory of this process so far."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+
+
+def timed(do: Callable[[], Any]) -> tuple[float, Any]:
+    """Wall time in seconds, and what came out."""
+    started = time.perf_counter()
+    found = do()
+    return time.perf_counter() - started, found
+
+
+def link_segments(folder: Path, count: int) -> None:
+    """A journal of many segments that nobody has merged yet, which are some few again and again."""
+    folder.mkdir()
+    blobs = [folder.parent / f"blob{number}" for number in range(DIFFERENT)]
+    for number, blob in enumerate(blobs):
+        blob.write_bytes(encode([episode(number)]))
+    for number in range(count):
+        os.link(blobs[number % DIFFERENT], folder / f"w{number % WRITERS}-{number // WRITERS:08d}.parquet")
+
+
+def look(journal: Journal, segments: int) -> dict[str, Any]:
+    """List a journal, see that nothing is new, open one segment, read the first ones."""
+    list_s, files = timed(journal.files)
+    end = {f"w{number}": len(range(number, segments, WRITERS)) for number in range(WRITERS)}
+    poll_s, nothing = timed(journal.reader(end).poll)
+    assert not nothing
+    middle = files[len(files) // 2]
+    open_s, _ = timed(lambda: Journal(journal.uri).read(segment_name(middle.writer, middle.first)))
+    reader, count = journal.reader(), min(segments, READ)
+    reader.poll_segment()  # makes the plan
+    read_s, _ = timed(lambda: [reader.poll_segment() for _ in range(count - 1)])
+    return {
+        "files": len(files),
+        "list_ms": round(1e3 * list_s, 1),
+        "poll_without_news_ms": round(1e3 * poll_s, 1),
+        "open_one_ms": round(1e3 * open_s, 1),
+        "read_per_s": round((count - 1) / read_s),
+    }
+
+
+def measure_journal(folder: Path, segments: int) -> Iterator[dict[str, Any]]:
+    """A journal before and after its files are merged, and appends to it."""
+    link_segments(folder / "journal", segments)
+    journal = Journal(folder / "journal")
+    yield {"state": "one file per segment", **look(journal, segments), "peak_mb": round(peak_mb())}
+    compact_s, done = timed(journal.compact)
+    compacted = {"compact_s": round(compact_s, 1), "compact_segments_per_s": round(segments / compact_s)}
+    assert not done.left
+    yield {"state": "merged", **look(journal, segments), **compacted, "peak_mb": round(peak_mb())}
+    groups = [[episode(number)] for number in range(APPENDS)]
+    writer = journal.writer("new")
+    append_s, _ = timed(lambda: [writer.append(group) for group in groups])
+    yield {"state": "appends", "append_per_s": round(APPENDS / append_s), "peak_mb": round(peak_mb())}
+
+
+def measure_ingest(folder: Path, megabytes: int) -> Iterator[dict[str, Any]]:
+    """A recording into a journal, by processor time."""
+    path = folder / "trace.jsonl"
+    write(path, megabytes * 1_000_000)
+    before = peak_mb()
+    gc.freeze()  # as the command does
+    started = time.process_time()
+    with path.open("rb", buffering=1 << 20) as file:
+        count = sum(1 for _ in read_records(file, Report()))
+    parsed = time.process_time() - started
+    started = time.process_time()
+    (report,) = ingest([path], Journal(folder / "journal"))
+    seconds = time.process_time() - started
+    size = path.stat().st_size / 1e6
+    yield {
+        "records": count,
+        "episodes": report.episodes,
+        "sites": report.sites,
+        "parse_mb_per_s": round(size / parsed, 1),
+        "ingest_mb_per_s": round(size / seconds, 1),
+        "peak_mb": round(peak_mb()),
+        "peak_mb_before": round(before),
+    }
+
+
+MEASURES: dict[str, Callable[[Path, int], Iterator[dict[str, Any]]]] = {
+    "segments": measure_journal,
+    "megabytes": measure_ingest,
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--segments", type=int, nargs="*", default=[100, 10_000, 100_000])
+    parser.add_argument("--megabytes", type=int, nargs="*", default=[200])
+    parser.add_argument("--child", nargs=2, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.child:
+        what, size = options.child[0], int(options.child[1])
+        with tempfile.TemporaryDirectory() as folder:
+            for found in MEASURES[what](Path(folder), size):
+                print(json.dumps({what: size, **found}), flush=True)
+        return
+    for what in MEASURES:
+        for size in getattr(options, what):
+            subprocess.run([sys.executable, __file__, "--child", what, str(size)], check=True)
+
+
+if __name__ == "__main__":
+    main()

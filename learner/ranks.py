@@ -1,0 +1,146 @@
+"""The processes of one learner, as ``torchrun`` or ``accelerate launch`` starts them.
+
+The first one leads: it reads the journal, keeps the records and publishes. The others do the steps that it sends
+them, each on its share of the micro-batches. Messages go over the launcher's own process group, within one job.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoTokenizer
+
+from hintloop.learner.batch import StepBatch
+from hintloop.learner.config import LearnerConfig
+from hintloop.learner.models import SideWeights, Weights, hold, load_model, make_optimizer
+from hintloop.learner.trainer import ThreeChannelTrainer
+
+ALIVE_SECONDS = 10.0
+"""A leader with nothing to send says so this often, for a process group does not wait for ever."""
+
+
+@dataclass(frozen=True, slots=True)
+class Trained:
+    """All that steps change. ``teacher`` is the moving average, if there is one."""
+
+    model: Any
+    optimizer: tuple[torch.optim.Optimizer, Any]
+    teacher: Weights | None
+
+    def state(self) -> dict[str, Any]:
+        """For another process that goes on from here."""
+        weights = {name: p.detach() for name, p in self.model.named_parameters() if p.requires_grad}
+        optimizer, scheduler = (part.state_dict() for part in self.optimizer)
+        return {"weights": weights, "optimizer": optimizer, "scheduler": scheduler, "teacher": self.teacher}
+
+    def load(self, state: dict[str, Any]) -> None:
+        """The inverse of ``state``."""
+        hold(self.model, state["weights"])
+        self.optimizer[0].load_state_dict(state["optimizer"])
+        self.optimizer[1].load_state_dict(state["scheduler"])
+        for name, value in (self.teacher or {}).items():
+            value.copy_(state["teacher"][name])
+
+
+class Ranks:
+    """This process's place among those of the learner; alone, it leads and nothing is sent."""
+
+    def __init__(self) -> None:
+        self.index = int(os.environ.get("RANK", "0"))
+        self.count = int(os.environ.get("WORLD_SIZE", "1"))
+        self._sent = time.monotonic()
+        self._ended: Any = None
+
+    @property
+    def leads(self) -> bool:
+        """Whether this is the process that decides."""
+        return self.index == 0
+
+    def lead(self, batches: Iterable[StepBatch], step: Callable[[], int]) -> Iterator[StepBatch]:
+        """The batches, each sent to the others with the steps before it, and then used."""
+        for batch in batches:
+            self._send("batch", (step(), batch))
+            yield batch
+
+    def send_state(self, trained: Trained) -> None:
+        """Let the others go on from the leader's state."""
+        if self.count > 1:
+            self._send("state", _on_cpu(trained.state()))
+
+    def keep_alive(self) -> None:
+        """To be called while the leader waits."""
+        if time.monotonic() - self._sent > ALIVE_SECONDS:
+            self._send("waiting", None)
+
+    def end(self, result: Any) -> None:
+        """The leader is done; the others end with its result."""
+        self._send("end", result)
+
+    def begins(self, trained: Trained) -> bool:
+        """Whether there is anything to do; waits for the leader's state, and takes it over."""
+        kind, content = self._receive()
+        if kind == "end":
+            self._ended = content
+            return False
+        trained.load(content)
+        return True
+
+    def follow(self, trained: Trained, begin: Callable[[int], None]) -> Iterator[StepBatch]:
+        """What the leader sends, until it ends; ``begin`` gets the steps before each."""
+        while self._ended is None:
+            kind, content = self._receive()
+            if kind == "batch":
+                step, batch = content
+                begin(step)
+                yield batch
+            elif kind == "state":
+                trained.load(content)
+            elif kind == "end":
+                self._ended = content
+
+    def result(self, trained: Trained) -> Any:
+        """What the leader ended with; to be called when this process has made all its steps."""
+        for _ in self.follow(trained, lambda _: None):
+            raise AssertionError("the leader goes on after the last step")
+        return self._ended
+
+    def _send(self, kind: str, content: Any) -> None:
+        self._sent = time.monotonic()
+        if self.count > 1:
+            torch.distributed.broadcast_object_list([(kind, content)], src=0)
+
+    def _receive(self) -> tuple[str, Any]:
+        message: list[Any] = [None]
+        torch.distributed.broadcast_object_list(message, src=0)
+        kind, content = message[0]
+        return kind, content
+
+
+def follow_leader(ranks: Ranks, student: Path, config: LearnerConfig) -> Any:
+    """Make the steps that the leading process makes; gives what it ended with."""
+    model = load_model(student, config)
+    optimizer, side = make_optimizer(model, config), SideWeights.of(model, config)
+    trained = Trained(model, optimizer, side.teacher if config.teacher == "ema" else None)
+    tokenizer = AutoTokenizer.from_pretrained(student, local_files_only=True)
+    batches = ranks.follow(trained, lambda step: setattr(trainer.state, "global_step", step))
+    trainer = ThreeChannelTrainer(
+        model, tokenizer, config, batches, side=side, optimizer=optimizer, output_dir=Path("unused")
+    )
+    if ranks.begins(trained):
+        trainer.train()
+    return ranks.result(trained)
+
+
+def _on_cpu(state: Any) -> Any:
+    if isinstance(state, Tensor):
+        return state.cpu()
+    if isinstance(state, dict):
+        return {key: _on_cpu(value) for key, value in state.items()}
+    return state

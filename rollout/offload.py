@@ -1,0 +1,80 @@
+"""Blocking calls beside the event loop, each in a thread that the end of the process does not wait for.
+
+A storage that never answers would keep a thread of asyncio's own pool, and with it the whole process, for ever.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import threading
+from collections.abc import Callable
+from typing import TypeVar
+
+import structlog
+
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 10.0
+T = TypeVar("T")
+_log = structlog.get_logger(__name__)
+
+
+class StorageFailed(OSError):
+    """A storage failed for longer than anybody is willing to wait."""
+
+
+async def aside(call: Callable[[], T], *, name: str, limit_s: float | None = None) -> T:
+    """What ``call`` returns or raises, from a thread called ``name``.
+
+    Raises ``TimeoutError`` after ``limit_s``; the thread is then left to itself, as it is when this is cancelled.
+    """
+    loop = asyncio.get_running_loop()
+    answer: asyncio.Future[T] = loop.create_future()
+
+    def settle(result: T | None, error: BaseException | None) -> None:
+        if answer.done():
+            return
+        if error is not None:
+            answer.set_exception(error)
+        else:
+            answer.set_result(result)  # type: ignore[arg-type]
+
+    def work() -> None:
+        result, problem = None, None
+        try:
+            result = call()
+        except BaseException as error:  # noqa: BLE001 - raised again by whoever waits
+            problem = error
+        if not loop.is_closed():
+            loop.call_soon_threadsafe(settle, result, problem)
+
+    threading.Thread(target=work, name=name, daemon=True).start()
+    async with asyncio.timeout(limit_s):
+        return await answer
+
+
+async def persist(
+    call: Callable[[], T], *, what: str, patience_s: float, on_failure: Callable[[OSError], None]
+) -> T:
+    """What ``call`` returns, tried again while the storage fails; calls never overlap.
+
+    ``on_failure`` hears of each failure. Raises ``StorageFailed`` after ``patience_s``, and at once what no second
+    try can change: ``FileExistsError`` and whatever is no ``OSError``.
+    """
+    last: OSError | None = None
+    pause = FIRST_PAUSE_S
+    try:
+        async with asyncio.timeout(patience_s):
+            while True:
+                try:
+                    return await aside(call, name=what)
+                except FileExistsError:
+                    raise
+                except OSError as error:
+                    last = error
+                    on_failure(error)
+                    _log.warning("storage_failed", what=what, error=repr(error))
+                await asyncio.sleep(pause * (0.5 + random.random()))
+                pause = min(2 * pause, LONGEST_PAUSE_S)
+    except TimeoutError:
+        why = "it does not answer" if last is None else last.strerror or str(last)
+        raise StorageFailed(f"{what} failed for {patience_s:g} s: {why}") from last

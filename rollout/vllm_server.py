@@ -1,0 +1,160 @@
+"""One vLLM server as the rollout side needs it: ``python -m hintloop.rollout.vllm_server MODEL --port 8100``.
+
+For vLLM's own environment; it needs there what the worker extension needs. What follows its own options goes to
+vLLM, and wins. A server that was up and ends is started again: one whose model is lost ends by itself, and the pool
+takes it back once it has the newest weights. vLLM leaves its engine running, with all its memory, when its API
+process is killed, so everything that it started is killed whenever that one ends, and it ends with this process.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Sequence
+from functools import partial
+from importlib.metadata import PackageNotFoundError, version
+
+from hintloop.rollout.vllm_extension import WorkerExtension
+
+LOGPROBS_MODE = "processed_logprobs"
+"""What log-probabilities must be of: the distribution that tokens are sampled from."""
+OPTIONS = {
+    "--worker-extension-cls": f"{WorkerExtension.__module__}.{WorkerExtension.__qualname__}",
+    "--logprobs-mode": LOGPROBS_MODE,
+    "--generation-config": "vllm",  # a model's own one may cut off probabilities
+    "--stream-interval": "16",  # tokens in one piece of an answer: less work on both sides
+}
+CPU_OPTIONS = {
+    "--dtype": "float32",  # as the learner computes there
+    "--kv-cache-memory-bytes": str(2 << 30),  # by itself it takes most of the machine's memory
+}
+"""Needed on a CPU, beside ``--enforce-eager``: compiled code would go on with old weights."""
+ENV = {"VLLM_NO_USAGE_STATS": "1"}  # nothing is told to its makers
+CPU_ENV = {
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # else all servers of a machine compute on the same cores
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # a process less, which is for threads that are bound
+}
+POLL_S = 0.2
+PAUSE_S = 2.0
+"""Before it is started again."""
+STOP_S = 30.0
+"""How long vLLM may take to end when it is told to."""
+_PR_SET_PDEATHSIG = 1
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Serve until SIGTERM or SIGINT; the exit status, which is vLLM's when it never came up."""
+    parser = argparse.ArgumentParser(prog="python -m hintloop.rollout.vllm_server", allow_abbrev=False)
+    parser.add_argument("model", help="folder or name of the model that the run starts from")
+    parser.add_argument("--host", default="127.0.0.1", help="it obeys whoever reaches it: no public address")
+    parser.add_argument("--port", type=int, default=8000)
+    ours, more = parser.parse_known_args(arguments)
+    url = f"http://{ours.host}:{ours.port}"
+    if answers(url):
+        parser.error(f"something answers at {url} already")
+    on_cpu = is_cpu_build()
+    address = ["--host", ours.host, "--port", str(ours.port)]
+    words = [*command(ours.model, on_cpu=on_cpu), *address, *more]
+    env = {**ENV, **(CPU_ENV if on_cpu else {}), **os.environ, "VLLM_SERVER_DEV_MODE": "1"}
+    return keep_up(partial(start, words, env), partial(answers, url), name=url)
+
+
+def command(model: str, *, on_cpu: bool) -> list[str]:
+    """vLLM's command for a model, all but the address."""
+    options = OPTIONS | (CPU_OPTIONS if on_cpu else {})
+    flags = ["--enable-scale-out", "--disable-uvicorn-access-log", *(["--enforce-eager"] if on_cpu else [])]
+    return [*_program(model), *(word for pair in options.items() for word in pair), *flags]
+
+
+def is_cpu_build() -> bool:
+    """Whether the vLLM that is installed computes on the CPU."""
+    try:
+        return "cpu" in version("vllm")
+    except PackageNotFoundError:
+        version("vllm-cpu")  # neither: its name in the error says what is missing
+        return True
+
+
+def _program(model: str) -> list[str]:
+    try:
+        version("vllm")
+    except PackageNotFoundError:  # of the package vllm-cpu, the command ``vllm`` fails
+        return [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", model]
+    return [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", model]
+
+
+def start(words: Sequence[str], env: dict[str, str]) -> subprocess.Popen[bytes]:
+    """Start a process in a group of its own that is told to end when this process ends."""
+    parent = os.getpid()
+
+    def leash() -> None:
+        if sys.platform == "linux":
+            ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGTERM), 0, 0, 0)
+        if os.getppid() != parent:
+            os._exit(1)
+
+    return subprocess.Popen(words, env=env, start_new_session=True, preexec_fn=leash)
+
+
+def answers(url: str) -> bool:
+    """Whether a server is well."""
+    try:
+        with urllib.request.urlopen(f"{url}/health", timeout=2) as response:
+            return bool(response.status == 200)
+    except (urllib.error.URLError, OSError):
+        return False
+
+
+def keep_up(start: Callable[[], subprocess.Popen[bytes]], answers: Callable[[], bool], *, name: str) -> int:
+    """Run a server until a signal says stop; 0 then, and its own status if it ended before it ever answered."""
+    stop = threading.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: stop.set())
+    while True:
+        process, ready = start(), False
+        while not _ended(process) and not stop.wait(POLL_S):
+            if not ready and answers():
+                ready = True
+                _say(f"{name} is ready")
+        code = _end(process)
+        if stop.is_set():
+            return 0
+        if not ready:
+            _say(f"{name} did not come up (exit status {code})")
+            return code or 1
+        _say(f"{name} ended (exit status {code}) and is started again")
+        stop.wait(PAUSE_S)
+
+
+def _ended(process: subprocess.Popen[bytes]) -> bool:
+    """Whether it has ended; it is not reaped, so its group cannot be another's yet."""
+    return os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+
+
+def _end(process: subprocess.Popen[bytes]) -> int:
+    """End a process and everything in its group; its exit status."""
+    if not _ended(process):
+        process.send_signal(signal.SIGTERM)
+    deadline = time.monotonic() + STOP_S
+    while not _ended(process) and time.monotonic() < deadline:
+        time.sleep(POLL_S)
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    return process.wait()
+
+
+def _say(line: str) -> None:
+    print(f"vllm_server: {line}", file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

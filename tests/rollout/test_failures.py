@@ -1,0 +1,131 @@
+"""Whose failure it was, and storages that fail for a while, for ever, or without a word."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import threading
+import time
+from collections.abc import Callable
+
+import httpx
+import pytest
+
+from hintloop.agent.conversation import RenderError
+from hintloop.agent.engine import EngineError
+from hintloop.agent.episode import EpisodeLost, TaskUnfit
+from hintloop.envs.client import AtCapacity, EnvironmentLost, Refused
+from hintloop.rollout import offload
+from hintloop.rollout.failures import Overdue, Part, part_of, reason_of
+from hintloop.rollout.ledger import LedgerFailed
+from hintloop.rollout.offload import StorageFailed, aside, persist
+from hintloop.rollout.weights import WeightsRefused
+
+
+@pytest.mark.parametrize(
+    ("error", "part", "reason"),
+    [
+        (EpisodeLost("sandbox", "out of disk"), Part.SANDBOX, "sandbox"),
+        (EpisodeLost("environment", "gone"), Part.ENVIRONMENT, "environment"),
+        (EpisodeLost("engine", "gone"), Part.ENGINE, "engine"),
+        (EpisodeLost("ungraded", "no reward"), Part.TASK, "ungraded"),
+        (EnvironmentLost("gone"), Part.ENVIRONMENT, "environment"),
+        (AtCapacity("full"), Part.ENVIRONMENT, "environment"),
+        (Refused("no such task"), Part.TASK, "task"),
+        (TaskUnfit("too long"), Part.TASK, "task"),
+        (EngineError("gone"), Part.ENGINE, "engine"),
+        (WeightsRefused("version 3"), Part.ENGINE, "engine"),
+        (RenderError("the template"), Part.MODEL, "model"),
+        (httpx.ReadTimeout("late"), Part.TEACHER, "teacher"),
+        (LedgerFailed("no space"), Part.STORAGE, "storage"),
+        (StorageFailed("no space"), Part.STORAGE, "storage"),
+        (Overdue(Part.TEACHER, "late"), Part.TEACHER, "teacher"),
+        (KeyError("x"), Part.BUG, "bug:KeyError"),
+    ],
+    ids=lambda each: type(each).__name__ if isinstance(each, Exception) else str(each),
+)
+def test_every_failure_has_a_class(error: Exception, part: Part, reason: str) -> None:
+    assert part_of(error) is part
+    assert reason_of(error) == reason
+
+
+def test_a_call_aside_gives_what_it_returns_or_raises_and_holds_nobody_up() -> None:
+    async def run() -> None:
+        assert await aside(lambda: threading.current_thread().name, name="journal") == "journal"
+        with pytest.raises(KeyError):
+            await aside(lambda: {}["x"], name="journal")
+        started = time.monotonic()
+        sleeping = asyncio.create_task(aside(lambda: time.sleep(0.3), name="slow"))
+        await asyncio.sleep(0.01)
+        assert time.monotonic() - started < 0.25
+        await sleeping
+
+    asyncio.run(run())
+
+
+def test_neither_a_run_nor_its_process_waits_for_a_call_that_never_returns() -> None:
+    for_ever = threading.Event()
+
+    async def run() -> None:
+        with pytest.raises(TimeoutError):
+            await aside(for_ever.wait, name="dead", limit_s=0.05)
+
+    started = time.monotonic()
+    asyncio.run(run())
+    assert time.monotonic() - started < 5.0
+    assert all(thread.daemon for thread in threading.enumerate() if thread.name == "dead")
+    for_ever.set()
+
+
+def stored(call: Callable[[], str], patience_s: float) -> tuple[str, int]:
+    """What the call returns in the end, and the failures before it."""
+    failures: list[OSError] = []
+
+    async def run() -> str:
+        async with asyncio.timeout(20):
+            return await persist(
+                call, what="writing to the journal", patience_s=patience_s, on_failure=failures.append
+            )
+
+    return asyncio.run(run()), len(failures)
+
+
+def failing(times: int, error: Exception) -> Callable[[], str]:
+    calls = iter(range(times))
+    busy = threading.Lock()
+
+    def call() -> str:
+        assert busy.acquire(blocking=False), "two calls at once"
+        try:
+            if next(calls, None) is not None:
+                raise error
+            return "written"
+        finally:
+            busy.release()
+
+    return call
+
+
+def test_a_storage_that_fails_for_a_while_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(offload, "FIRST_PAUSE_S", 0.01)
+    assert stored(failing(4, OSError(errno.EIO, "Input/output error")), 10.0) == ("written", 4)
+
+
+def test_a_storage_that_fails_for_too_long_says_why() -> None:
+    with pytest.raises(
+        StorageFailed, match=r"writing to the journal failed for 0.2 s: No space left on device"
+    ):
+        stored(failing(10**6, OSError(errno.ENOSPC, "No space left on device")), 0.2)
+
+
+def test_a_storage_that_never_answers_says_so() -> None:
+    for_ever = threading.Event()
+    with pytest.raises(StorageFailed, match="it does not answer"):
+        stored(lambda: str(for_ever.wait()), 0.1)
+    for_ever.set()
+
+
+@pytest.mark.parametrize("error", [FileExistsError("another writer"), ValueError("a bug")])
+def test_what_no_second_try_can_change_is_raised_at_once(error: Exception) -> None:
+    with pytest.raises(type(error)):
+        stored(failing(1, error), 10.0)
