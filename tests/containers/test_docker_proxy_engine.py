@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import subprocess
@@ -130,6 +131,8 @@ def test_the_containers_of_a_killed_server_end(proxy: subprocess.Popen[bytes]) -
     wait_until(lambda: containers() == [])
 
 
+# the SDK leaves a socket open that it could not connect
+@pytest.mark.filterwarnings("ignore:Exception ignored in. <socket:pytest.PytestUnraisableExceptionWarning")
 def test_a_proxy_that_was_killed_leaves_nothing_for_the_next(
     proxy: subprocess.Popen[bytes], socket: Path
 ) -> None:
@@ -148,4 +151,5 @@ def test_a_proxy_that_was_killed_leaves_nothing_for_the_next(
         finally:
             second.terminate()
             assert second.wait(DEADLINE_S) == 0
+    gc.collect()
     proxy.returncode = 0  # it was meant to end

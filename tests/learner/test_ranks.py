@@ -16,6 +16,7 @@ from safetensors.torch import load_file
 from hintloop.learner import checkpoint as checkpoints
 from hintloop.learner.arguments import trl_arguments
 from hintloop.learner.config import LearnerConfig
+from hintloop.learner.replicas.config import ReplicasConfig
 from hintloop.learner.run import run_learner
 from hintloop.replay.journal import Journal
 
@@ -76,27 +77,23 @@ def test_processes_that_cannot_share_the_micro_batches_are_refused(
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("replicas", [None, ReplicasConfig(count=1, rounds="rounds", sync_every=2)])
 def test_a_launched_learner_makes_the_steps_of_one_process_and_goes_on_in_another_number(
-    tmp_path: Path,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, replicas: ReplicasConfig | None
 ) -> None:
     """Two processes make two steps; one goes on from there, and ends where one alone ends."""
-    writer = Journal(tmp_path / "journal").writer("w")
+    monkeypatch.chdir(tmp_path)
+    writer = Journal("journal").writer("w")
     for group in make_groups(8, 3, sites=1, pairs=1, logprob=-5.0):
         writer.append(group)
     settings = {"groups_per_step": 2, "micro_batches": 2, "grad_norm_every": 2, "seed": 3}
-    options = [word for key, value in settings.items() for word in ("--set", f"learner.{key}={value}")]
-    launcher = ["torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    learn = ["hintloop.cli.main", "learn", "--run", str(tmp_path), "--set", "learner.steps=2", *options]
+    words = [f"learner.{key}={value}" for key, value in {**settings, "steps": 2}.items()]
+    if replicas:
+        words += [f"replicas.{key}={value}" for key, value in replicas.model_dump(exclude_unset=True).items()]
+    launcher = ["torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "--"]
+    learn = ["hintloop.cli.main", "learn", "--run", "two", "--journal", "journal", "--json"]
     launched = subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            *launcher,
-            "-m",
-            "--",
-            *learn,
-            "--json",
-        ],  # or torchrun takes --run for its own
+        [sys.executable, "-m", *launcher, *learn, *(each for word in words for each in ("--set", word))],
         env={**os.environ, "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "1"},
         capture_output=True,
         text=True,
@@ -105,35 +102,27 @@ def test_a_launched_learner_makes_the_steps_of_one_process_and_goes_on_in_anothe
     )
     assert launched.returncode == 0, launched.stderr[-3000:]
     summary = json.loads(launched.stdout)
-    assert (summary["step"], summary["version"], summary["reason"]) == (2, 2, "steps")
-    config = LearnerConfig(steps=4, **settings)
-    for name in (".", "alone"):
-        folder = tmp_path / name
+    assert (summary["step"], summary["reason"]) == (2, "steps")
+    two, one = Path(summary["folder"]), Path("one")
+    for folder, rounds in ((two, "rounds"), (one, "other-rounds")):
         run_learner(
-            tmp_path / "student",
-            str(tmp_path / "journal"),
-            str(folder / "weights"),
+            two / "student",
+            "journal",
+            "two/weights" if folder == two else "one/weights",
             folder,
-            config,
+            LearnerConfig(steps=4, **settings),
             follow=False,
+            replicas=replicas and replicas.model_copy(update={"rounds": rounds}),
         )
-    two, one = (newest_weights(tmp_path / name) for name in (".", "alone"))
-    for name, weight in one.items():
-        torch.testing.assert_close(two[name], weight, atol=1e-5, rtol=0)
-    both = [
-        (tmp_path / name / "metrics" / "learner.jsonl").read_text().splitlines() for name in (".", "alone")
-    ]
+    found, expected = newest_weights(two), newest_weights(one)
+    for name, weight in expected.items():
+        torch.testing.assert_close(found[name], weight, atol=1e-5, rtol=0)
+    both = [(folder / "metrics" / "learner.jsonl").read_text().splitlines() for folder in (two, one)]
     for ours, alone in zip(*both, strict=True):
-        found, expected = json.loads(ours), json.loads(alone)
-        assert found.keys() == expected.keys()
-        for key in expected.keys() - {
-            "time",
-            "version",
-            "seconds_waiting",
-            "seconds_training",
-            "seconds_publishing",
-        }:
-            assert found[key] == pytest.approx(expected[key], rel=1e-3, abs=1e-5), key
+        mine, other = json.loads(ours), json.loads(alone)
+        assert mine.keys() == other.keys()
+        for key in other.keys() - {"time", "seconds_waiting", "seconds_training", "seconds_publishing"}:
+            assert mine[key] == pytest.approx(other[key], rel=1e-3, abs=1e-5), key
 
 
 def newest_weights(folder: Path) -> dict[str, torch.Tensor]:

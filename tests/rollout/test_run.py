@@ -154,6 +154,7 @@ def rollout(folder: Path, url: str | list[str], student: Path, **changes: Any) -
             max_tokens=6000,
             poll_s=0.02,
             idle_timeout_s=changes.get("idle_timeout_s", 30.0),
+            **changes.get("config", {}),
         ),
         evaluation=EvaluationConfig(
             splits=("heldfn",), num_tasks=4, num_tasks_during=2, during=(2,), temperatures=(0.0,), in_flight=4
@@ -161,6 +162,20 @@ def rollout(folder: Path, url: str | list[str], student: Path, **changes: Any) -
         teachers=changes.get("teachers", TeachersConfig()),
         load_agent=load,
     )
+
+
+def stop_at(journal: Journal, *, segments: int) -> threading.Thread:
+    """Ask this process to stop when so many segments are in the journal."""
+
+    def stop_soon() -> None:
+        deadline = time.monotonic() + 60
+        while len(journal.segments()) < segments and time.monotonic() < deadline:
+            time.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    stopper = threading.Thread(target=stop_soon)
+    stopper.start()
+    return stopper
 
 
 def journalled(folder: Path) -> list[Episode]:
@@ -215,15 +230,8 @@ def test_a_stopped_run_goes_on_where_the_journal_ends(
     first.start()
     first.join(0.1)
 
-    def stop_soon() -> None:
-        deadline = time.monotonic() + 60
-        while len(first.journal.segments()) < 3 and time.monotonic() < deadline:
-            time.sleep(0.01)
-        os.kill(os.getpid(), signal.SIGTERM)
-
     first.last = 100  # it goes on for as long as it is let
-    stopper = threading.Thread(target=stop_soon)
-    stopper.start()
+    stopper = stop_at(first.journal, segments=3)
     stopped = rollout(tmp_path, env_url, student_folder)
     stopper.join()
     first.stop.set()
@@ -291,6 +299,34 @@ def test_a_run_goes_on_without_a_server_that_dies_and_through_a_journal_that_fai
     assert status["failures"]["storage"] == 3
     assert status["loop"].keys() == {"lag_p50_ms", "lag_p99_ms", "lag_max_ms"}
     assert status["waits"] == []
+
+
+def test_a_curriculum_with_groups_played_anew_goes_on_after_a_stop(
+    env_url: str, student_folder: Path, tmp_path: Path
+) -> None:
+    config = {"task_sampling": "curriculum", "task_weights": {"*": 2.0}, "resample_equal": 1}
+    # The script solves the tasks of a uniform draw: these are others, and all rewards are 0.
+    first = Learner(tmp_path, student_folder, per_step=2, last=100)
+    first.start()
+    stopper = stop_at(first.journal, segments=2)
+    assert rollout(tmp_path, env_url, student_folder, config=config).stopped == "signal"
+    stopper.join()
+    first.stop.set()
+    first.join(10)
+    (tmp_path / "metrics" / "rollout.jsonl").unlink()  # the journal has it all
+    latest = first.store.latest()
+    assert latest is not None
+    second = Learner(tmp_path, student_folder, per_step=2, last=latest.version + 2)
+    second.start()
+    summary = rollout(tmp_path, env_url, student_folder, config=config)
+    second.join(10)
+    assert summary.stopped == "final"
+    episodes = journalled(tmp_path)
+    assert len({episode.episode_id for episode in episodes}) == len(episodes) == 4 * summary.groups
+    assert all("r1-" in episode.episode_id for episode in episodes)
+    again = (tmp_path / "metrics" / "resampled.jsonl").read_text().splitlines()
+    assert len(again) >= summary.groups
+    assert json.loads((tmp_path / "status" / "rollout.json").read_text())["groups_resampled"] > 0
 
 
 @pytest.fixture(scope="module")
