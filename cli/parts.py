@@ -165,7 +165,7 @@ def rollout(
 
     Example: `hintloop rollout --run runs/one --env-url http://127.0.0.1:8000`
     """
-    from hintloop.cli.services import progress, servers_by_name
+    from hintloop.cli.services import progress, servers_by_name, spread
     from hintloop.envs.registry import find_taskset
     from hintloop.rollout.run import ROSTER, run_rollout
 
@@ -188,7 +188,7 @@ def rollout(
             run_dir=folder.path,
             journal_uri=journal or str(folder.journal),
             weights_uri=weights or str(folder.weights),
-            env_url=env_urls,
+            env_url=spread(env_urls),
             splits=found.splits(),
             model=settings.student.model,
             env=found.name,

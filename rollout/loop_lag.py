@@ -38,13 +38,14 @@ class LoopLag:
     async def run(self) -> None:
         """Measure until cancelled."""
         self._thread = threading.get_ident()
-        try:
-            while True:
-                self._tick = time.monotonic()
-                await asyncio.sleep(TICK_S)
-                self._lags.append(max(time.monotonic() - self._tick - TICK_S, 0.0))
-        finally:
-            self._stopped.set()
+        while True:
+            self._tick = time.monotonic()
+            await asyncio.sleep(TICK_S)
+            self._lags.append(max(time.monotonic() - self._tick - TICK_S, 0.0))
+
+    def stop(self) -> None:
+        """End the thread."""
+        self._stopped.set()
 
     def watch(self, on_blocked: Callable[[dict[str, Any]], None]) -> None:
         """Start the thread. ``on_blocked`` is called in it, again and again, with what is known."""

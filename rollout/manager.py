@@ -11,7 +11,7 @@ import asyncio
 import contextlib
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import count
@@ -203,7 +203,9 @@ class Manager:
                 for watch in watches:
                     await watch.cancel()
 
-    async def _in_slot(self, group: _Group, play: Any, spec: EpisodeSpec) -> Played | None:
+    async def _in_slot(
+        self, group: _Group, play: Callable[[EpisodeSpec], Awaitable[Played]], spec: EpisodeSpec
+    ) -> Played | None:
         """Play an episode until it is kept; its slot is free afterwards."""
         self._board.in_flight += 1
         try:

@@ -162,6 +162,7 @@ class _Run:
             stopped = f"failed: {error}"
             raise
         finally:
+            lag.stop()
             for task in beside:
                 task.cancel()
             await asyncio.wait(beside, timeout=2 * WRITE_S)

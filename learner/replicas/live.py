@@ -104,9 +104,8 @@ class ReplicaManager(Manager):  # type: ignore[misc]
         if self.index not in self.contributors:
             tensor.zero_()
         elif len(self.contributors) < self.num_participants():
-            tensor.mul_(
-                self.num_participants() / len(self.contributors)
-            )  # torchft divides by all that are there
+            # torchft divides by all that are there
+            tensor.mul_(self.num_participants() / len(self.contributors))
         return super().allreduce(tensor, *args, **options)
 
     def should_commit(self, *args: Any, **options: Any) -> bool:

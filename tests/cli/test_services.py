@@ -33,6 +33,13 @@ def test_a_name_without_an_address_has_no_servers() -> None:
     assert services.addresses("http://no-such-name.invalid:8000") == []
 
 
+def test_a_name_of_several_servers_is_spread_over_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    named(monkeypatch, "10.0.0.1")
+    assert services.spread(["http://env:8000"]) == ["http://env:8000"]
+    named(monkeypatch, "10.0.0.1", "10.0.0.2")
+    assert services.spread(["ws://env:8000"]) == ["ws://10.0.0.1:8000", "ws://10.0.0.2:8000", "ws://env:8000"]
+
+
 def test_the_roster_follows_the_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(services, "LOOK_S", 0.01)
     roster = tmp_path / "engines.txt"

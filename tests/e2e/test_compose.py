@@ -5,19 +5,14 @@ from __future__ import annotations
 import json
 import os
 import re
-import shutil
-import subprocess
-import time
 import urllib.request
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
-ROOT = Path(__file__).parent.parent.parent
+from .composed import ROOT, Project, docker, inspect, need
+
 SMALL = (
     "rollout.group_size=4",
     "rollout.groups_per_step=2",
@@ -30,110 +25,24 @@ SMALL = (
     "learner.grad_norm_every=2",
 )
 PROFILES = ("cpu", "gpu", "teachers-demo", "minio")
-UP_S, RUN_S, DOWN_S = 240.0, 420.0, 120.0
 IMAGES = ("hintloop-app", "hintloop-sandbox")
+VLLM = "hintloop-engine-cpu"
 VARIABLE = re.compile(r"\$\{([A-Z0-9_]+)[:}]|^ +([A-Z][A-Z0-9_]+):(?: #|$)", re.MULTILINE)
 
 
-def _lacks_compose(images: Sequence[str]) -> str | None:
-    if subprocess.run(["docker", "compose", "version"], capture_output=True, timeout=30).returncode:
-        return "there is no Compose v2; .ci/compose gets it"
-    for image in images:
-        if subprocess.run(["docker", "image", "inspect", image], capture_output=True, timeout=30).returncode:
-            return f"there is no image {image}; containers/build makes it"
-    return None
-
-
-def need(*images: str) -> None:
-    """Skip where Compose or an image is missing."""
-    if shutil.which("docker") is None:
-        pytest.skip("there is no docker command")
-    if reason := _lacks_compose(images):
-        pytest.skip(reason)
-
-
-@dataclass
-class Project:
-    """One run of compose.yaml under a name of its own."""
-
-    name: str
-    env: dict[str, str]
-
-    def compose(self, *words: str, timeout: float = 60.0) -> str:
-        command = ["docker", "compose", "--project-name", self.name, "--file", str(ROOT / "compose.yaml")]
-        command += ["--env-file", "/dev/null", *words]
-        done = subprocess.run(
-            command, capture_output=True, text=True, timeout=timeout, env=os.environ | self.env, check=False
-        )
-        assert done.returncode == 0, done.stderr[-3000:]
-        return done.stdout
-
-    def up(self, *options: str) -> None:
-        self.compose("up", "--detach", "--no-build", *options, timeout=UP_S)
-
-    def state(self, service: str) -> dict[str, Any]:
-        """What the engine says of a service's container; empty when there is none."""
-        found = self.compose("ps", "--all", "--quiet", service).split()
-        return inspect(found[0]) if found else {}
-
-    def file(self, path: str) -> list[dict[str, Any]]:
-        """A file of JSON lines in the run's folder."""
-        with suppress(AssertionError):
-            text = self.compose("exec", "-T", "view", "cat", f"/data/run/{path}")
-            return [json.loads(line) for line in text.splitlines()]
-        return []
-
-    def version(self) -> int:
-        return max((int(row["version"]) for row in self.file("metrics/learner.jsonl")), default=0)
-
-    def wait(self, true: Callable[[], object], what: str, seconds: float = RUN_S) -> None:
-        deadline = time.monotonic() + seconds
-        while not true():
-            if time.monotonic() > deadline:
-                logs = self.compose("logs", "--no-color", "--tail", "15")
-                pytest.fail(f"{what}: not within {seconds:g} s\n{self.compose('ps', '--all')}\n{logs}")
-            time.sleep(1.0)
-
-    def ended(self) -> bool:
-        """Whether learner and rollout are done."""
-        states = [self.state(service)["State"] for service in ("learner", "rollout")]
-        return all(state["Status"] == "exited" and state["ExitCode"] == 0 for state in states)
-
-    def sandboxes(self) -> list[str]:
-        label = f"label=hintloop.proxy={self.name}"
-        return docker("ps", "--all", "--quiet", "--no-trunc", "--filter", label).split()
-
-    def down(self, *options: str) -> None:
-        self.compose("--profile", "*", "down", "--timeout", "30", *options, timeout=DOWN_S)
-
-    def left(self) -> list[str]:
-        """Containers and networks of the project that are there."""
-        label = f"label=com.docker.compose.project={self.name}"
-        made = docker("ps", "--all", "--quiet", "--filter", label).split()
-        return made + docker("network", "ls", "--quiet", "--filter", label).split() + self.sandboxes()
-
-
-def docker(*words: str) -> str:
-    return subprocess.run(["docker", *words], capture_output=True, text=True, timeout=60, check=True).stdout
-
-
-def inspect(container: str) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(docker("inspect", container))[0]
-    return found
+def make(name: str, *files: str) -> Project:
+    env = {
+        "COMPOSE_PROFILES": "teachers-demo",
+        "HINTLOOP_VIEW_PORT": "0",
+        "HINTLOOP_MAX_SESSIONS": "8",
+        "HINTLOOP_TEACHERS_DEMO": "true",
+    }
+    return Project(f"hintloop-{name}-{os.getpid()}", env, ("compose.yaml", *files))
 
 
 @pytest.fixture
-def project(request: pytest.FixtureRequest) -> Iterator[Project]:
-    name = f"hintloop-test-{os.getpid()}"
-    made = Project(
-        name,
-        {
-            "HINTLOOP_VIEW_PORT": "0",
-            "HINTLOOP_MAX_SESSIONS": "8",
-            "HINTLOOP_TEACHERS_DEMO": "true",
-            "COMPOSE_PROFILES": "teachers-demo",
-        },
-    )
+def project() -> Iterator[Project]:
+    made = make("test")
     yield made
     made.down("--volumes")
 
@@ -141,6 +50,15 @@ def project(request: pytest.FixtureRequest) -> Iterator[Project]:
 def settings(steps: int) -> str:
     words = [f"--set {setting}" for setting in (*SMALL, f"learner.steps={steps}")]
     return " ".join(["--preset smoke", *words])
+
+
+def use_vllm(project: Project) -> None:
+    project.env["COMPOSE_PROFILES"] += ",cpu"
+    project.env["HINTLOOP_ENGINE_URL"] = "http://engine:8000"
+
+
+def trained_groups(project: Project) -> list[str]:
+    return [group for row in project.lines("trained.jsonl") for group in row["groups"]]
 
 
 # The file itself
@@ -172,7 +90,7 @@ def test_every_variable_is_described() -> None:
     used = {first or second for first, second in VARIABLE.findall((ROOT / "compose.yaml").read_text())}
     described = set(re.findall(r"^#?([A-Z][A-Z0-9_]+)=", (ROOT / ".env.example").read_text(), re.MULTILINE))
     given = {"COMPOSE_PROJECT_NAME", "VARIABLE"}
-    assert used - given == described - {"COMPOSE_PROFILES"}
+    assert used - given == described - {"COMPOSE_PROFILES", "COMPOSE_FILE"}
 
 
 # The loop
@@ -181,9 +99,11 @@ def test_every_variable_is_described() -> None:
 @pytest.mark.docker
 @pytest.mark.slow
 def test_the_loop_runs_ends_and_leaves_nothing(project: Project) -> None:
-    need(*IMAGES)
+    """With vLLM, and two environment servers."""
+    need(*IMAGES, VLLM)
+    use_vllm(project)
     project.env["HINTLOOP_SETTINGS"] = settings(4)
-    project.up()
+    project.up("--scale", "env=2")
     project.wait(project.sandboxes, "a sandbox")
     host = inspect(project.sandboxes()[0])["HostConfig"]
     assert (host["NetworkMode"], host["ReadonlyRootfs"]) == ("none", True)
@@ -191,9 +111,11 @@ def test_the_loop_runs_ends_and_leaves_nothing(project: Project) -> None:
     assert port.startswith("127.0.0.1:")
     with urllib.request.urlopen(f"http://{port}/", timeout=30) as page:
         assert b"Rollout: plays episodes" in page.read()
-    project.wait(project.ended, "the end of the run")
+    project.wait(lambda: project.ended("learner", "rollout"), "the end of the run")
     assert project.version() >= 3
-    evaluations = project.file("evaluation.jsonl")
+    said = json.loads(project.file("status/rollout.json"))
+    assert [server["version"] for server in said["servers"]] == [said["version"]]
+    evaluations = project.lines("evaluation.jsonl")
     assert {row["label"] for row in evaluations} == {"before", "after"}
     assert all(row["n"] == 2 for row in evaluations)
     project.down()
@@ -203,6 +125,7 @@ def test_the_loop_runs_ends_and_leaves_nothing(project: Project) -> None:
 @pytest.mark.docker
 @pytest.mark.slow
 def test_each_service_may_be_killed_once(project: Project) -> None:
+    """With the rollout process's own engine. The run is stopped in the middle, too, and taken up again."""
     need(*IMAGES)
     if os.geteuid() != 0:
         pytest.skip("killing a container's process from outside takes root")
@@ -218,8 +141,52 @@ def test_each_service_may_be_killed_once(project: Project) -> None:
             return bool(now["RestartCount"] > before["RestartCount"] and now["State"]["Running"])
 
         project.wait(is_back, f"{service} is back", 60)
-    project.wait(project.ended, "the end of the run")
-    trained = [group for row in project.file("trained.jsonl") for group in row["groups"]]
-    assert len(trained) == len(set(trained)) == 6 * 2
     project.down()
     assert project.left() == []
+    project.up()
+    assert "holds a run, which goes on" in project.compose("logs", "setup")
+    project.wait(lambda: project.ended("learner", "rollout"), "the end of the run")
+    trained = trained_groups(project)
+    assert len(trained) == len(set(trained)) == 6 * 2
+
+
+@pytest.fixture
+def store() -> Iterator[str]:
+    """URL of an S3-compatible server that containers reach, by the address that this machine has among them."""
+    server_of = pytest.importorskip("moto.server", reason="needs moto, of the extra dev")
+    s3fs = pytest.importorskip("s3fs", reason="needs s3fs, of the extra dev")
+    gateway = docker("network", "inspect", "bridge", "--format", "{{(index .IPAM.Config 0).Gateway}}").strip()
+    server = server_of.ThreadedMotoServer(ip_address=gateway, port=0, verbose=False)
+    server.start()
+    host, port = server.get_host_and_port()
+    url = f"http://{host}:{port}"
+    s3fs.S3FileSystem(key="testing", secret="testing", endpoint_url=url).mkdir("hintloop")
+    yield url
+    server.stop()
+
+
+@pytest.mark.docker
+@pytest.mark.slow
+def test_learner_and_rollout_side_meet_at_a_store_only(store: str) -> None:
+    """As on two hosts: networks, run folders and Docker projects of their own."""
+    need(*IMAGES)
+    learner, player = (make(name, "containers/outside.yaml") for name in ("learner", "player"))
+    for project in (learner, player):
+        project.env |= {
+            "HINTLOOP_SETTINGS": settings(3),
+            "HINTLOOP_JOURNAL": "s3://hintloop/journal",
+            "HINTLOOP_WEIGHTS": "s3://hintloop/weights",
+            "AWS_ENDPOINT_URL": store,
+            "AWS_ACCESS_KEY_ID": "testing",
+            "AWS_SECRET_ACCESS_KEY": "testing",
+        }
+    try:
+        learner.up("learner")
+        player.up("docker-proxy", "env", "teachers-demo", "rollout", "view")
+        player.wait(lambda: player.ended("rollout") and learner.ended("learner"), "the end of the run")
+        assert {row["label"] for row in player.lines("evaluation.jsonl")} == {"before", "after"}
+        assert player.containers("learner") == learner.containers("rollout") == []
+    finally:
+        player.down("--volumes")
+        learner.down("--volumes")
+    assert player.left() + learner.left() == []

@@ -275,7 +275,8 @@ def test_leftovers_of_crashed_writers_are_never_listed_and_go_away(
 def test_files_that_are_no_segments_are_ignored(tmp_path: Path, make_episode: Make) -> None:
     journal = Journal(tmp_path)
     journal.writer("w").append([make_episode(0)])
-    for name in ("README.md", "w-1.parquet", "-00000001.parquet", "w-00000001.parquet.bak"):
+    names = ["README.md", "w-1.parquet", "-00000001.parquet", "w-00000001.parquet.bak", "w-000000001.parquet"]
+    for name in (*names, "w-00000001_00000001.parquet", "w-00000002_00000001.parquet"):
         (tmp_path / name).write_text("no segment")
     assert journal.segments() == ["w-00000000.parquet"]
 

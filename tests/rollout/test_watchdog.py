@@ -134,6 +134,7 @@ def test_what_blocks_the_event_loop_is_named_while_it_does() -> None:
         named_meanwhile = heard.is_set()
         await asyncio.sleep(0.1)
         measuring.cancel()
+        lag.stop()
         assert named_meanwhile
         return lag.snapshot()
 

@@ -1,0 +1,122 @@
+"""One run of compose.yaml as a project of its own on the Docker engine."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parent.parent.parent
+UP_S, RUN_S, DOWN_S = 300.0, 420.0, 120.0
+
+
+def need(*images: str) -> None:
+    """Skip where Compose or an image is missing."""
+    if shutil.which("docker") is None:
+        pytest.skip("there is no docker command")
+    if subprocess.run(["docker", "compose", "version"], capture_output=True, timeout=30).returncode:
+        pytest.skip("there is no Compose v2; .ci/compose gets it")
+    for image in images:
+        if subprocess.run(["docker", "image", "inspect", image], capture_output=True, timeout=30).returncode:
+            pytest.skip(f"there is no image {image}; containers/build makes it")
+
+
+@dataclass
+class Project:
+    """``env`` are the variables that compose.yaml reads; ``files`` go on top of it."""
+
+    name: str
+    env: dict[str, str]
+    files: tuple[str, ...] = ("compose.yaml",)
+
+    def compose(self, *words: str, timeout: float = 60.0) -> str:
+        """What a command of Compose prints."""
+        command = ["docker", "compose", "--project-name", self.name, "--env-file", "/dev/null"]
+        command += [word for name in self.files for word in ("--file", str(ROOT / name))]
+        done = subprocess.run(
+            [*command, *words],
+            capture_output=True,
+            text=True,
+            timeout=timeout,
+            env=os.environ | self.env,
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr[-3000:]
+        return done.stdout
+
+    def up(self, *words: str) -> None:
+        """Start services, all by default, and wait until they are well."""
+        self.compose("up", "--detach", "--no-build", *words, timeout=UP_S)
+
+    def containers(self, service: str) -> list[dict[str, Any]]:
+        """What the engine says of a service's containers, those that have ended too."""
+        found = self.compose("ps", "--all", "--quiet", service).split()
+        return [inspect(container) for container in found]
+
+    def state(self, service: str) -> dict[str, Any]:
+        """The same of the only one."""
+        (found,) = self.containers(service)
+        return found
+
+    def file(self, path: str) -> str:
+        """A file of the run's folder; empty when it is not there, or nobody is to ask."""
+        with suppress(AssertionError):
+            return self.compose("exec", "-T", "view", "cat", f"/data/run/{path}")
+        return ""
+
+    def lines(self, path: str) -> list[dict[str, Any]]:
+        """One of JSON lines."""
+        return [json.loads(line) for line in self.file(path).splitlines()]
+
+    def version(self) -> int:
+        """The newest weights that were published."""
+        return max((int(row["version"]) for row in self.lines("metrics/learner.jsonl")), default=0)
+
+    def wait(self, true: Callable[[], object], what: str, seconds: float = RUN_S) -> None:
+        """Until it is true. Fails with what the services said last."""
+        deadline = time.monotonic() + seconds
+        while not true():
+            if time.monotonic() > deadline:
+                logs = self.compose("logs", "--no-color", "--tail", "15")
+                pytest.fail(f"{what}: not within {seconds:g} s\n{self.compose('ps', '--all')}\n{logs}")
+            time.sleep(1.0)
+
+    def ended(self, *services: str) -> bool:
+        """Whether these services are done, and well."""
+        states = [self.state(service)["State"] for service in services]
+        return all(state["Status"] == "exited" and state["ExitCode"] == 0 for state in states)
+
+    def sandboxes(self) -> list[str]:
+        """Ids of the sandboxes' containers."""
+        label = f"label=hintloop.proxy={self.name}"
+        return docker("ps", "--all", "--quiet", "--no-trunc", "--filter", label).split()
+
+    def down(self, *options: str) -> None:
+        """Stop and remove everything; the volumes too with ``--volumes``."""
+        self.compose("--profile", "*", "down", "--timeout", "30", *options, timeout=DOWN_S)
+
+    def left(self) -> list[str]:
+        """Containers and networks of the project that are there."""
+        label = f"label=com.docker.compose.project={self.name}"
+        made = docker("ps", "--all", "--quiet", "--filter", label).split()
+        return made + docker("network", "ls", "--quiet", "--filter", label).split() + self.sandboxes()
+
+
+def docker(*words: str) -> str:
+    """What a command of Docker prints."""
+    return subprocess.run(["docker", *words], capture_output=True, text=True, timeout=60, check=True).stdout
+
+
+def inspect(container: str) -> dict[str, Any]:
+    """What the engine says of a container."""
+    found: dict[str, Any] = json.loads(docker("inspect", container))[0]
+    return found
