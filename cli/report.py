@@ -60,6 +60,7 @@ def summarise(
         "student": config.student.model,
         "finished": any(row["label"] == "after" for row in evaluations),
         "starts": len(plays),
+        "trained_split": config.rollout.split,
         "held_out": held_out(evaluations),
         "evaluations": [_only(row, "label version split temperature n rate low high") for row in evaluations],
         "episodes": {
@@ -134,7 +135,7 @@ def render(summary: Mapping[str, Any], examples: Sequence[tuple[str, str]]) -> s
         + ("finished." if summary["finished"] else "not finished.")
         + (f" Started {summary['starts']} times." if summary["starts"] > 1 else ""),
         "## Held-out success (95 % interval)",
-        _table([_held_out_row(row) for row in summary["held_out"]]),
+        _table([_held_out_row(row, summary["trained_split"]) for row in summary["held_out"]]),
         "## Channels of the loss",
         _table([_channel_row(name, row) for name, row in summary["channels"].items()]),
         "## Counts",
@@ -177,8 +178,13 @@ def _examples(folder: RunFolder, counted: Tally) -> list[tuple[str, str]]:
 
 
 def _gain(before: Mapping[str, Any], after: Mapping[str, Any]) -> tuple[float, float]:
-    """Difference in points and its 95 % margin; the tasks are the same, the samples independent."""
-    variance = sum(row["rate"] * (1 - row["rate"]) / max(row["n"], 1) for row in (before, after))
+    """Difference in points and its 95 % margin; the tasks are the same, the samples independent.
+
+    The margin is that of Agresti and Caffo (2000), with a success and a failure added to each side: none of two
+    solved before and after does not mean that nothing can have changed.
+    """
+    sides = [(row["n"] + 2, (row["solved"] + 1) / (row["n"] + 2)) for row in (before, after)]
+    variance = sum(rate * (1 - rate) / n for n, rate in sides)
     return 100 * (after["rate"] - before["rate"]), 100 * Z95 * math.sqrt(variance)
 
 
@@ -199,10 +205,10 @@ def _seconds(
     }
 
 
-def _held_out_row(row: Mapping[str, Any]) -> dict[str, str]:
+def _held_out_row(row: Mapping[str, Any], trained: str) -> dict[str, str]:
     gain = row["gain_points"]
     return {
-        "tasks": row["split"],
+        "tasks": row["split"] + (" (trained on, nothing is held out)" if row["split"] == trained else ""),
         "sampling": sampling_name(row["temperature"]),
         "before": _rate(row["before"]),
         "after": _rate(row["after"]),

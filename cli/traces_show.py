@@ -103,7 +103,8 @@ def _episodes_of(what: str, uri: str | None, *, keep_secrets: bool) -> list[Epis
         raise UserError(f"there is no file {what}; an episode needs the --journal that it is in")
     found = [e for episodes in segments(Journal(uri)) for e in episodes if e.episode_id == what]
     if not found:
-        raise UserError(f"{uri} has no episode {what}")
+        is_empty = next(segments(Journal(uri)), None) is None
+        raise UserError(f"{uri} has no episode {what}" + (": there is no journal" if is_empty else ""))
     return found
 
 

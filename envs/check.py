@@ -57,7 +57,7 @@ def check_task(provider: SandboxProvider, task: Task, *, times: int = 3) -> list
         return [*findings, _finding(task, "semantic.oracle_max", str(error))]
     findings.append(_finding(task, "semantic.oracle_max", _worst(best, lambda reward: reward >= 1.0)))
     findings.append(_finding(task, "semantic.verifier_determinism", _changes(best) or _changes(floor)))
-    if isinstance(task.tests, RepositoryTests):
+    if isinstance(task.tests, RepositoryTests) and not _worst(best, lambda reward: reward >= 1.0):
         found = repository.canary_works(provider, task)
         findings.append(_finding(task, "hintloop.canary", "" if found else _NO_CANARY))
     return findings

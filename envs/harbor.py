@@ -93,6 +93,8 @@ def _read_splits(path: Path, known: dict[str, Path]) -> dict[str, list[str]]:
             if task in seen:
                 raise ValueError(f"{path.name}: {task!r} is named twice")
             seen.add(task)
+    if missing := sorted(known.keys() - seen):
+        raise ValueError(f"{path.name}: no split has {missing[0]!r}; it has to name every task")
     return splits
 
 

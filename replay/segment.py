@@ -112,7 +112,8 @@ def merge(segments: Sequence[pa.Table]) -> bytes:
 
 def decode_column(file: IO[bytes], column: str) -> list[Any]:
     """One column of an open file, without reading the rest. ``pa.ArrowException`` or ``OSError``."""
-    table = pq.ParquetFile(file, page_checksum_verification=True).read([column])
+    # Without threads: one that still holds Python's buffer when the interpreter ends would abort the process.
+    table = pq.ParquetFile(file, page_checksum_verification=True).read([column], use_threads=False)
     values: list[Any] = table[column].to_pylist()
     return values
 

@@ -41,11 +41,19 @@ def test_held_out_table_has_gain_and_margin(run: RunFolder) -> None:
     sampled, greedy = summary["held_out"]
     assert (sampled["before"]["rate"], sampled["after"]["rate"]) == (0.3, 0.5)
     assert sampled["gain_points"] == pytest.approx(20.0)
-    assert sampled["gain_margin_points"] == pytest.approx(196 * math.sqrt((0.21 + 0.25) / 200), rel=1e-3)
+    assert sampled["gain_margin_points"] == pytest.approx(
+        196 * math.sqrt((61 * 141 + 101 * 101) / 202**3), rel=1e-3
+    )
     assert (greedy["temperature"], greedy["after"], greedy["gain_points"]) == (0.0, None, None)
     assert (
         "| heldmut | T=1      | 30.0 % (24 % to 36 %) | 50.0 % (44 % to 56 %) | +20.0 ± 9.4 points |" in text
     )
+
+
+def test_few_tasks_have_a_wide_margin() -> None:
+    none_solved = {"split": "heldout", "temperature": 1.0, "version": 0, "n": 2, "solved": 0, "rate": 0.0}
+    rows = [{**none_solved, "label": label, "low": 0.0, "high": 0.7} for label in ("before", "after")]
+    assert held_out(rows)[0]["gain_margin_points"] > 50
 
 
 def test_files_are_written(run: RunFolder) -> None:

@@ -264,12 +264,14 @@ def test_splits_are_as_their_file_says(tmp_path: Path) -> None:
     for name in ("one", "two", "three"):
         write(tmp_path / "mine" / name)
     file = tmp_path / "mine/splits.toml"
-    file.write_text('train = ["two"]\nheldout = ["one"]\n')
-    assert load_taskset_folder(tmp_path / "mine").splits() == {"train": ["mine/two"], "heldout": ["mine/one"]}
+    file.write_text('train = ["two", "three"]\nheldout = ["one"]\n')
+    found = load_taskset_folder(tmp_path / "mine").splits()
+    assert found == {"train": ["mine/two", "mine/three"], "heldout": ["mine/one"]}
     for text, message in (
         ('train = ["four"]', "names 'four', and there is no such task"),
         ('train = ["one"]\nheldout = ["one"]', "'one' is named twice"),
         ('train = "one"', "must be a list"),
+        ('train = ["one"]', "no split has 'three'"),
         ("train", "splits.toml: "),
     ):
         file.write_text(text)
