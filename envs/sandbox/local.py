@@ -50,7 +50,10 @@ class LocalProvider:
         ``Unsupported`` for a task with an image. The share of processors cannot be bounded here.
         """
         if spec.image is not None:
-            raise Unsupported(f"the local sandbox has no container images, and the task needs {spec.image!r}")
+            raise Unsupported(
+                f"the local sandbox has no container images, and the task needs {spec.image!r}; use env.sandbox=docker "
+                "(tasks check --sandbox docker)"
+            )
         try:
             return self._start_once(files, spec)
         except SandboxDead:
