@@ -31,7 +31,7 @@ def bucket() -> Iterator[str]:
         patch.setenv("AWS_SECRET_ACCESS_KEY", "testing")
         patch.setenv("AWS_DEFAULT_REGION", "us-east-1")
         s3fs.S3FileSystem.clear_instance_cache()
-        s3fs.S3FileSystem().mkdir("traces")
-        yield "s3://traces"
+        s3fs.S3FileSystem().mkdir(f"traces-{port}")  # the servers of one process share their buckets
+        yield f"s3://traces-{port}"
         s3fs.S3FileSystem.clear_instance_cache()
     server.stop()
