@@ -6,8 +6,8 @@
 ARG BASE=python:3.11-slim-bookworm
 
 FROM ${BASE} AS packages
-ARG PIP_INDEX_URL=https://pypi.org/simple
-ARG PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu
+ARG PIP_INDEX_URL=
+ARG PIP_EXTRA_INDEX_URL=
 ARG WHEELS=containers/wheels/app
 COPY ${WHEELS} /wheels/
 COPY containers/app.txt containers/install /build/

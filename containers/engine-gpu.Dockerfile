@@ -2,7 +2,7 @@
 #   docker build -t hintloop-engine-gpu -f containers/engine-gpu.Dockerfile .
 ARG GPU_BASE=vllm/vllm-openai:v0.32.0
 FROM ${GPU_BASE}
-ARG PIP_INDEX_URL=https://pypi.org/simple
+ARG PIP_INDEX_URL=
 COPY containers/engine.txt /build/
 RUN python3 -m pip install --no-cache-dir --no-deps -r /build/engine.txt
 RUN install -d -o 65532 -g 65532 /data/run /data/run/weights
