@@ -14,7 +14,7 @@ from pathlib import Path
 
 from hintloop.agent import program
 from hintloop.agent.endpoint import Desk
-from hintloop.agent.engine import EngineError, Sampling
+from hintloop.agent.engine import Sampling
 from hintloop.agent.episode import (
     Environment,
     EpisodeLost,
@@ -27,7 +27,6 @@ from hintloop.agent.episode import (
 )
 from hintloop.agent.policy import retaining
 from hintloop.agent.visit import Visit
-from hintloop.envs.client import EnvironmentLost
 
 BROKEN = "agent"
 """What an episode is lost to when its program breaks; see ``EpisodeLost.reason``."""
@@ -45,33 +44,24 @@ class ExternalPlayer(Player):
     bin_folder: Path = Path()
     """Goes in front of the program's search path."""
 
-    async def play(
+    async def _play(
         self,
         env: Environment,
         spec: EpisodeSpec,
         sampling: Sampling,
-        observe: Observer | None = None,
-        keep: Keeper | None = None,
+        observe: Observer | None,
+        keep: Keeper | None,
     ) -> Played:
-        """Play one episode. Raises ``EpisodeLost``, with the reason ``agent`` for a program that broke."""
+        opened = await env.reset(task_id=spec.task_id, episode_id=spec.episode_id)
+        visit = Visit(self, env, spec, task_of(opened.observation), sampling, observe, keep)
         try:
-            opened = await env.reset(task_id=spec.task_id, episode_id=spec.episode_id)
-            task = task_of(opened.observation)
-            visit = Visit(self, env, spec, task, sampling, observe, keep)
-            try:
-                problem = await self._run(visit)
-                asked = visit.num_answers > 0 or visit.lost is not None
-                if problem is not None and not (asked and visit.over.is_set()):
-                    raise EpisodeLost(BROKEN, problem)
-                return await visit.finish(submit=True)
-            finally:
-                await visit.close()
-        except EnvironmentLost as error:
-            raise EpisodeLost("environment", str(error)) from error
+            problem = await self._run(visit)
+            asked = visit.num_answers > 0 or visit.lost is not None
+            if problem is not None and not (asked and visit.over.is_set()):
+                raise EpisodeLost(BROKEN, problem)
+            return await visit.finish(submit=True)
         finally:
-            # An engine that is gone has nothing to forget.
-            with contextlib.suppress(EngineError):
-                await self.engine.end_session(spec.episode_id)
+            await visit.close()
 
     async def _run(self, visit: Visit) -> str | None:
         """Run the program to its end; what is wrong with how it ended, if anything."""

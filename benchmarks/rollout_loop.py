@@ -33,7 +33,7 @@ from hintloop.agent.engine import Sampling
 from hintloop.agent.episode import Player
 from hintloop.agent.policy import load_renderer
 from hintloop.agent.student import build
-from hintloop.envs.client import EnvironmentLost
+from hintloop.envs.client import EnvironmentLost, StepResult, step_result
 from hintloop.envs.models import TaskInfo, ToolCall, ToolResult
 from hintloop.envs.tools import TOOL_PROMPT, TOOLS
 from hintloop.replay.journal import Journal
@@ -52,28 +52,13 @@ READ = '<tool_call>\n{"name": "read_file", "arguments": {"path": "solution.py"}}
 SUBMIT = '<tool_call>\n{"name": "submit", "arguments": {}}\n</tool_call>'
 
 
-@dataclass
-class Step:
-    """What a step gives."""
-
-    observation: ToolResult
-
-    @property
-    def reward(self) -> float | None:
-        return None if self.observation.reward is None else float(self.observation.reward)
-
-    @property
-    def done(self) -> bool:
-        return self.observation.done
-
-
 class SlowEnvironment:
     """Each step takes a lognormal time; submitting ends the episode with a random reward."""
 
     def __init__(self, rng: random.Random) -> None:
         self._rng = rng
 
-    async def reset(self, **kwargs: Any) -> Step:
+    async def reset(self, **kwargs: Any) -> StepResult[ToolResult]:
         task = TaskInfo(
             task_id=kwargs["task_id"],
             instruction="Fix solution.py",
@@ -82,16 +67,18 @@ class SlowEnvironment:
             tool_prompt=TOOL_PROMPT,
             max_turns=8,
         )
-        return Step(ToolResult(task=task))
+        return step_result(ToolResult(task=task))
 
-    async def step(self, action: ToolCall) -> Step:
+    async def step(self, action: ToolCall) -> StepResult[ToolResult]:
         mu = math.log(STEP_MEAN_S) - STEP_SIGMA**2 / 2
         await asyncio.sleep(self._rng.lognormvariate(mu, STEP_SIGMA))
         if self._rng.random() < LOST:
             raise EnvironmentLost("the socket was closed")
         if action.name == "submit":
-            return Step(ToolResult(output="submitted", done=True, reward=float(self._rng.random() < 0.5)))
-        return Step(ToolResult(output="1: x = 1"))
+            return step_result(
+                ToolResult(output="submitted", done=True, reward=float(self._rng.random() < 0.5))
+            )
+        return step_result(ToolResult(output="1: x = 1"))
 
 
 @dataclass

@@ -22,7 +22,7 @@ from hintloop.cli.supervise import ChildFailed, ChildSpec, Supervisor
 from hintloop.envs.pool import EnvPool
 from hintloop.envs.registry import find_taskset
 from hintloop.rollout.evaluate import Evaluation, draw_tasks, held_out
-from hintloop.rollout.run import load_local_agent
+from hintloop.rollout.loading import load_local_agent
 from hintloop.rollout.weights import Fetched
 
 READY_S = 120.0

@@ -167,7 +167,8 @@ def rollout(
     """
     from hintloop.cli.services import progress, servers_by_name, spread
     from hintloop.envs.registry import find_taskset
-    from hintloop.rollout.run import ROSTER, run_rollout
+    from hintloop.rollout.loading import ROSTER
+    from hintloop.rollout.run import run_rollout
 
     _log_to_stderr()
     values = tasks_setting(task_source) | ({"rollout.engines": [engine_url]} if engine_url else {})

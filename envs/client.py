@@ -158,10 +158,16 @@ class CodingEnvClient(EnvClient[ToolCall, ToolResult, CodingState]):
             self._answer_s = self._message_timeout + max(0.0, longer)
         self._failed = result.error is not None and result.error.cause is Cause.INFRA
         self._clean = done and not self._failed
-        return StepResult(observation=result, reward=reward, done=done)
+        return step_result(result)
 
     def _parse_state(self, payload: dict[str, Any]) -> CodingState:
         return CodingState.model_validate(payload)
+
+
+def step_result(result: ToolResult) -> StepResult[ToolResult]:
+    """``result`` as every client of OpenEnv gives it, with reward and end beside the observation."""
+    reward = None if result.reward is None else float(result.reward)
+    return StepResult(observation=result, reward=reward, done=result.done)
 
 
 def _encode(message: dict[str, Any]) -> bytes:

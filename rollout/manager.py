@@ -27,12 +27,10 @@ from hintloop.rollout.episodes import Observed, OpenEnvironment, opened, play_in
 from hintloop.rollout.failures import Part
 from hintloop.rollout.offload import aside, persist
 from hintloop.rollout.pacing import Pacer
-from hintloop.rollout.sampler import Result, all_equal, choose_task, result_of
+from hintloop.rollout.sampler import Result, all_equal, result_of
 from hintloop.rollout.status import Board, append_line
 from hintloop.rollout.teaching import Asking
 from hintloop.rollout.watchdog import Pulse, Watchdog
-
-__all__ = ["GroupRule", "Manager", "OpenEnvironment", "TooManyLost", "choose_task", "group_id", "play_in"]
 
 Append = Callable[[Sequence[Episode]], object]
 """Writes a whole group to the journal; blocks."""

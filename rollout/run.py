@@ -25,7 +25,7 @@ from hintloop.replay.weights import WeightStore, version_name
 from hintloop.rollout.config import EvaluationConfig, RolloutConfig, TeachersConfig
 from hintloop.rollout.evaluate import Evaluation, draw_tasks, held_out
 from hintloop.rollout.failures import Part
-from hintloop.rollout.loading import ROSTER, Agent, LoadAgent, load_local_agent, loader
+from hintloop.rollout.loading import Agent, LoadAgent, loader
 from hintloop.rollout.loop_lag import LoopLag
 from hintloop.rollout.manager import RESAMPLED, GroupRule, Manager
 from hintloop.rollout.offload import persist
@@ -35,8 +35,6 @@ from hintloop.rollout.status import WRITE_S, Board, StatusFile
 from hintloop.rollout.teaching import Asking, open_asking
 from hintloop.rollout.watchdog import Watchdog
 from hintloop.rollout.weights import Fetched, check_probe, first_version, next_version
-
-__all__ = ["ROSTER", "Agent", "RolloutSummary", "load_local_agent", "run_rollout"]
 
 WRITER = "rollout"
 ENV_WAIT_S = 120.0

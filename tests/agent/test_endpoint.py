@@ -17,6 +17,7 @@ from hintloop.agent.engine import Sampling
 from hintloop.agent.episode import EpisodeSpec, Player
 from hintloop.agent.policy import ChatFormat, retaining
 from hintloop.agent.visit import Visit
+from hintloop.envs.client import StepResult, step_result
 from hintloop.envs.models import TaskInfo, ToolCall, ToolResult
 from hintloop.envs.tools import TOOL_PROMPT, TOOLS
 from hintloop.replay.episode import Outcome
@@ -34,21 +35,14 @@ BASH = {"type": "function", "function": TOOLS["bash"]}
 LOOK = '<tool_call>\n{"name": "bash", "arguments": {"command": "ls -la"}}\n</tool_call>'
 
 
-@dataclass
-class Step:
-    observation: ToolResult
-    done: bool = False
-    reward: float | None = None
-
-
 class Environment:
-    async def reset(self, **kwargs: Any) -> Step:
-        return Step(ToolResult(task=TASK))
+    async def reset(self, **kwargs: Any) -> StepResult[ToolResult]:
+        return step_result(ToolResult(task=TASK))
 
-    async def step(self, action: ToolCall) -> Step:
+    async def step(self, action: ToolCall) -> StepResult[ToolResult]:
         if action.name == "submit":
-            return Step(ToolResult(output="submitted", done=True, reward=1.0), done=True, reward=1.0)
-        return Step(ToolResult(output="solution.py", exit_code=0))
+            return step_result(ToolResult(output="submitted", done=True, reward=1.0))
+        return step_result(ToolResult(output="solution.py", exit_code=0))
 
 
 @dataclass

@@ -13,7 +13,7 @@ import pytest
 from hintloop.agent.engine import EngineError, Sampling
 from hintloop.agent.episode import EpisodeLost, EpisodeSpec, Played, Player, TurnEvent
 from hintloop.agent.policy import ChatFormat
-from hintloop.envs.client import EnvironmentLost
+from hintloop.envs.client import EnvironmentLost, StepResult, step_result
 from hintloop.envs.errors import tool_error
 from hintloop.envs.models import TaskInfo, ToolCall, ToolResult
 from hintloop.envs.tools import TOOL_PROMPT, TOOLS, failure
@@ -35,19 +35,6 @@ INFRA = failure(tool_error("connection_error", "the sandbox is gone")).model_cop
 
 
 @dataclass
-class Step:
-    observation: ToolResult
-
-    @property
-    def reward(self) -> float | None:
-        return None if self.observation.reward is None else float(self.observation.reward)
-
-    @property
-    def done(self) -> bool:
-        return self.observation.done
-
-
-@dataclass
 class ListedEnvironment:
     """Gives one result after the other; an exception in the list is raised."""
 
@@ -55,16 +42,16 @@ class ListedEnvironment:
     calls: list[ToolCall] = field(default_factory=list)
     opening: ToolResult = field(default_factory=lambda: ToolResult(task=TASK))
 
-    async def reset(self, **kwargs: Any) -> Step:
+    async def reset(self, **kwargs: Any) -> StepResult[ToolResult]:
         assert kwargs == {"task_id": SPEC.task_id, "episode_id": SPEC.episode_id}
-        return Step(self.opening)
+        return step_result(self.opening)
 
-    async def step(self, action: ToolCall) -> Step:
+    async def step(self, action: ToolCall) -> StepResult[ToolResult]:
         self.calls.append(action)
         result = self.results.pop(0)
         if isinstance(result, Exception):
             raise result
-        return Step(result)
+        return step_result(result)
 
 
 def call(name: str, **arguments: Any) -> str:

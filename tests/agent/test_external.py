@@ -22,7 +22,7 @@ from hintloop.agent.engine import EngineError, Sample, Sampling
 from hintloop.agent.episode import EpisodeLost, EpisodeSpec, Played, Player, TurnEvent
 from hintloop.agent.external import open_external
 from hintloop.agent.policy import ChatFormat
-from hintloop.envs.client import EnvironmentLost
+from hintloop.envs.client import EnvironmentLost, StepResult, step_result
 from hintloop.envs.errors import tool_error
 from hintloop.envs.models import TaskInfo, ToolCall, ToolResult
 from hintloop.envs.tools import TOOL_PROMPT, TOOLS, failure
@@ -51,31 +51,18 @@ INFRA = failure(tool_error("connection_error", "the sandbox is gone")).model_cop
 
 
 @dataclass
-class Step:
-    observation: ToolResult
-
-    @property
-    def reward(self) -> float | None:
-        return None if self.observation.reward is None else float(self.observation.reward)
-
-    @property
-    def done(self) -> bool:
-        return self.observation.done
-
-
-@dataclass
 class Environment:
     """``answer`` gives the result of a call, or raises."""
 
     answer: Callable[[ToolCall], ToolResult]
     calls: list[ToolCall] = field(default_factory=list)
 
-    async def reset(self, **kwargs: Any) -> Step:
-        return Step(ToolResult(task=TASK))
+    async def reset(self, **kwargs: Any) -> StepResult[ToolResult]:
+        return step_result(ToolResult(task=TASK))
 
-    async def step(self, action: ToolCall) -> Step:
+    async def step(self, action: ToolCall) -> StepResult[ToolResult]:
         self.calls.append(action)
-        return Step(self.answer(action))
+        return step_result(self.answer(action))
 
 
 def world(call: ToolCall) -> ToolResult:

@@ -15,7 +15,7 @@ from hintloop.agent.engine import Sampling
 from hintloop.agent.episode import EpisodeSpec, Player
 from hintloop.agent.external import open_external
 from hintloop.agent.policy import ChatFormat
-from hintloop.envs.client import StepResult
+from hintloop.envs.client import StepResult, step_result
 from hintloop.envs.environment import CodingEnvironment
 from hintloop.envs.models import ToolCall, ToolResult
 from hintloop.envs.registry import get_task, load_taskset
@@ -35,16 +35,11 @@ class InProcess:
         self.calls: list[ToolCall] = []
 
     async def reset(self, **kwargs: Any) -> StepResult[ToolResult]:
-        return _step(await asyncio.to_thread(lambda: self._environment.reset(**kwargs)))
+        return step_result(await asyncio.to_thread(lambda: self._environment.reset(**kwargs)))
 
     async def step(self, action: ToolCall) -> StepResult[ToolResult]:
         self.calls.append(action)
-        return _step(await asyncio.to_thread(self._environment.step, action))
-
-
-def _step(result: ToolResult) -> StepResult[ToolResult]:
-    reward = None if result.reward is None else float(result.reward)
-    return StepResult(observation=result, reward=reward, done=result.done)
+        return step_result(await asyncio.to_thread(self._environment.step, action))
 
 
 def bash(command: str) -> str:

@@ -141,6 +141,7 @@ def test_a_client_that_vanishes_ends_its_container() -> None:
         await reader.readuntil(b"\r\n\r\n")
         writer.transport.abort()
         await it.engine.ended.wait()
+        assert it.engine.ended.is_set()
 
     behind(test)
 

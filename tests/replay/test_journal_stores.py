@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -26,29 +26,8 @@ while True:
 """
 
 
-@pytest.fixture(scope="module")
-def server() -> Iterator[None]:
-    """A server on loopback, which the usual variables of the environment name, with the bucket ``journals``."""
-    server_of = pytest.importorskip("moto.server", reason="needs moto, of the extra dev")
-    s3fs = pytest.importorskip("s3fs", reason="needs s3fs, of the extra dev")
-    running = server_of.ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
-    running.start()
-    host, port = running.get_host_and_port()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("AWS_ENDPOINT_URL", f"http://{host}:{port}")
-        patch.setenv("AWS_ACCESS_KEY_ID", "testing")
-        patch.setenv("AWS_SECRET_ACCESS_KEY", "testing")
-        patch.setenv("AWS_DEFAULT_REGION", "us-east-1")
-        s3fs.S3FileSystem.clear_instance_cache()
-        s3fs.S3FileSystem().mkdir("journals")
-        yield
-        s3fs.S3FileSystem.clear_instance_cache()
-    running.stop()
-
-
-@pytest.mark.usefixtures("server")
-def test_a_segment_is_never_overwritten_and_a_put_can_be_repeated(make_episode: Make) -> None:
-    journal = Journal("s3://journals/put")
+def test_a_segment_is_never_overwritten_and_a_put_can_be_repeated(bucket: str, make_episode: Make) -> None:
+    journal = Journal(f"{bucket}/put")
     unaware, stale = journal.writer("w"), journal.writer("w")
     journal.writer("w").append([make_episode(0)])
     assert unaware.append([make_episode(0)]) == "w-00000000.parquet"
@@ -57,9 +36,8 @@ def test_a_segment_is_never_overwritten_and_a_put_can_be_repeated(make_episode: 
     assert journal.reader().poll() == [make_episode(0)]
 
 
-@pytest.mark.usefixtures("server")
-def test_files_are_merged_and_a_reader_in_the_middle_goes_on(make_episode: Make) -> None:
-    journal = Journal("s3://journals/merged")
+def test_files_are_merged_and_a_reader_in_the_middle_goes_on(bucket: str, make_episode: Make) -> None:
+    journal = Journal(f"{bucket}/merged")
     writer = journal.writer("w")
     for number in range(6):
         writer.append([make_episode(number)])
@@ -72,12 +50,11 @@ def test_files_are_merged_and_a_reader_in_the_middle_goes_on(make_episode: Make)
     assert journal.episode_ids() == {f"e{number}" for number in range(6)}
 
 
-@pytest.mark.usefixtures("server")
 def test_killing_a_writer_leaves_whole_segments_only(
-    tmp_path: Path, make_episode: Make, run_and_kill: Callable[..., list[str]]
+    bucket: str, tmp_path: Path, make_episode: Make, run_and_kill: Callable[..., list[str]]
 ) -> None:
     (tmp_path / "episode").write_bytes(pickle.dumps(make_episode(0)))
-    journal = Journal("s3://journals/killed")
+    journal = Journal(f"{bucket}/killed")
     reader, found = journal.reader(), list[str]()
     for lines, after in ((5, 0.004), (5, 0.03)):
         confirmed = run_and_kill(

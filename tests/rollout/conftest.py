@@ -16,7 +16,7 @@ import pytest
 from hintloop.agent.episode import Player
 from hintloop.agent.policy import ChatFormat, load_renderer
 from hintloop.agent.student.tokenizer import train_tokenizer
-from hintloop.envs.client import EnvironmentLost
+from hintloop.envs.client import EnvironmentLost, StepResult, step_result
 from hintloop.envs.errors import tool_error
 from hintloop.envs.models import TaskInfo, ToolCall, ToolResult
 from hintloop.envs.tools import TOOL_PROMPT, TOOLS, failure
@@ -29,19 +29,6 @@ def call_text(name: str, **arguments: Any) -> str:
 
 READ_THEN_SUBMIT = (call_text("read_file", path="nowhere.py"), call_text("submit"))
 """One error of the agent, then the end."""
-
-
-@dataclass
-class Step:
-    observation: ToolResult
-
-    @property
-    def reward(self) -> float | None:
-        return None if self.observation.reward is None else float(self.observation.reward)
-
-    @property
-    def done(self) -> bool:
-        return self.observation.done
 
 
 @dataclass
@@ -73,10 +60,10 @@ class TinyEnvironment:
     world: TinyWorld
     episode_id: str = ""
 
-    async def reset(self, **kwargs: Any) -> Step:
+    async def reset(self, **kwargs: Any) -> StepResult[ToolResult]:
         self.episode_id = kwargs["episode_id"]
         self.world.played[kwargs["task_id"]] += 1
-        return Step(
+        return step_result(
             ToolResult(
                 task=TaskInfo(
                     task_id=kwargs["task_id"],
@@ -89,18 +76,20 @@ class TinyEnvironment:
             )
         )
 
-    async def step(self, action: ToolCall) -> Step:
+    async def step(self, action: ToolCall) -> StepResult[ToolResult]:
         await asyncio.sleep(self.world.seconds)
         if self.world.lose(self.episode_id):
             raise EnvironmentLost("the socket was closed")
         if action.name == "submit":
-            return Step(ToolResult(output="submitted", done=True, reward=self.world.reward(self.episode_id)))
+            return step_result(
+                ToolResult(output="submitted", done=True, reward=self.world.reward(self.episode_id))
+            )
         if action.name == "run_tests":
-            return Step(failure(tool_error("test_failure", "0/4 pass")))
+            return step_result(failure(tool_error("test_failure", "0/4 pass")))
         error = tool_error(
             "file_not_found", "no such file: nowhere.py", path="nowhere.py", files=["solution.py"]
         )
-        return Step(failure(error))
+        return step_result(failure(error))
 
 
 @pytest.fixture(scope="session")

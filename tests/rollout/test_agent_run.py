@@ -19,7 +19,8 @@ from hintloop.replay.journal import Journal
 from hintloop.replay.weights import WeightStore
 from hintloop.rollout.config import EvaluationConfig, RolloutConfig, TeachersConfig
 from hintloop.rollout.engines.scripted import ScriptedEngine
-from hintloop.rollout.run import Agent, run_rollout
+from hintloop.rollout.loading import Agent
+from hintloop.rollout.run import run_rollout
 from hintloop.rollout.weights import Fetched
 
 PROGRAM = Path(__file__).parents[1] / "agent" / "agent_program.py"

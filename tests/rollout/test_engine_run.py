@@ -25,7 +25,8 @@ from hintloop.rollout.config import EvaluationConfig, RolloutConfig, TeachersCon
 from hintloop.rollout.engines.sim import SimEngine
 from hintloop.rollout.engines.sim_plan import Fault, Plan
 from hintloop.rollout.engines.sim_server import in_thread
-from hintloop.rollout.run import ROSTER, run_rollout
+from hintloop.rollout.loading import ROSTER
+from hintloop.rollout.run import run_rollout
 
 LAST = 3
 

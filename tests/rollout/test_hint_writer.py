@@ -16,8 +16,8 @@ from hintloop.agent.engine import Sampling
 from hintloop.agent.episode import EpisodeSpec
 from hintloop.replay.episode import Episode
 from hintloop.rollout.config import TeachersConfig, TeacherSpec
+from hintloop.rollout.episodes import play_in
 from hintloop.rollout.hint_writer import MAX_HINT_CHARS
-from hintloop.rollout.manager import play_in
 from hintloop.rollout.teaching import Asking, open_asking
 
 from .teacher_server import HANG, Reply, teaching

@@ -15,8 +15,9 @@ import pytest
 from hintloop.agent.engine import EngineError, Sampling
 from hintloop.agent.episode import Player
 from hintloop.replay.episode import Episode
-from hintloop.rollout.manager import GroupRule, Manager, TooManyLost, choose_task, group_id
+from hintloop.rollout.manager import GroupRule, Manager, TooManyLost, group_id
 from hintloop.rollout.pacing import Pacer
+from hintloop.rollout.sampler import choose_task
 from hintloop.rollout.status import Board
 from hintloop.rollout.teaching import Asking
 

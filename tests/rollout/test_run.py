@@ -27,9 +27,11 @@ from hintloop.replay.journal import Journal, JournalWriter
 from hintloop.replay.weights import WeightStore
 from hintloop.rollout.config import EvaluationConfig, RolloutConfig, TeachersConfig, TeacherSpec
 from hintloop.rollout.engines.scripted import ScriptedEngine
-from hintloop.rollout.manager import choose_task, group_id
+from hintloop.rollout.loading import Agent
+from hintloop.rollout.manager import group_id
 from hintloop.rollout.pacing import LearnerSilent
-from hintloop.rollout.run import Agent, RolloutSummary, run_rollout
+from hintloop.rollout.run import RolloutSummary, run_rollout
+from hintloop.rollout.sampler import choose_task
 from hintloop.rollout.weights import Fetched, NoWeights, WeightsRefused
 
 SEED = 5

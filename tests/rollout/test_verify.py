@@ -29,7 +29,7 @@ from hintloop.envs.trials import MAX_KEPT, visible_share
 from hintloop.replay.episode import Episode, PreferencePair
 from hintloop.rollout.asking import AskRule, PairCounts
 from hintloop.rollout.config import TeacherSpec
-from hintloop.rollout.manager import play_in
+from hintloop.rollout.episodes import play_in
 from hintloop.rollout.pairs import PairMaker
 from hintloop.rollout.teachers import Teacher
 from hintloop.rollout.teaching import Watch
