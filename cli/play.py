@@ -18,6 +18,7 @@ from hintloop.cli.errors import ERROR_PREFIX, TRACEBACK, UserError
 from hintloop.cli.model import prepare_student
 from hintloop.cli.runfolder import RunFolder, append_line, existing, write_text
 from hintloop.cli.supervise import ChildFailed, ChildSpec, Stopped, Supervisor
+from hintloop.cli.tasks import find
 
 READY_S = 120.0
 """How long a server may take to start."""
@@ -35,6 +36,8 @@ _CHILD_ENV = {
 
 def new_run(config: Config, *, preset: str) -> tuple[RunFolder, Config]:
     """Make the folder of a new run, with its config and its model. ``UserError`` when that cannot be."""
+    if not config.env.servers:
+        find(config.env.tasks)
     name = config.run.name or f"{preset}-{time.strftime('%Y%m%d-%H%M%S')}"
     config = config.model_copy(update={"run": config.run.model_copy(update={"name": name})})
     folder = RunFolder(config.run.output / name)

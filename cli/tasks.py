@@ -21,6 +21,10 @@ app = typer.Typer(no_args_is_help=True, help="Tasks: list them, show one, make o
 Place = Annotated[
     str, typer.Argument(metavar="SET|PATH", help="A task set's name, a folder of tasks, or a Python file.")
 ]
+From = Annotated[
+    str | None,
+    typer.Option("--tasks", metavar="SET|PATH", help="Where a task id is from, if not a known set."),
+]
 Split = Annotated[str | None, typer.Option(help="Only the tasks of this split.")]
 
 
@@ -45,13 +49,14 @@ def list_tasks(
     if place is None:
         show([row for name in taskset_names() for row in _set_rows(name)], as_json=as_json)
         return
-    chosen = _chosen(_find(place), split)
+    chosen = _chosen(find(place), split)
     show([{"task": task, "split": name} for name, ids in chosen.items() for task in ids], as_json=as_json)
 
 
 @app.command("show")
 def show_task(
     task_id: Annotated[str, typer.Argument(metavar="TASK", help="A task id, or the folder of a task.")],
+    tasks: From = None,
     solution: Annotated[bool, typer.Option("--solution", help="Show the reference solution, too.")] = False,
     as_json: AsJson = False,
 ) -> None:
@@ -61,7 +66,7 @@ def show_task(
     """
     from hintloop.cli.output import show_json
 
-    task = _tasks_at(task_id, None)[0]
+    task = _tasks_at(task_id, None, tasks)[0]
     if as_json:
         show_json(_facts(task, solution=solution))
         return
@@ -101,6 +106,7 @@ def check_tasks(
             metavar="SET|PATH|TASK", help="A task set, a folder of tasks or of one, or a task id."
         ),
     ],
+    tasks: From = None,
     split: Split = None,
     limit: Annotated[int | None, typer.Option(min=1, help="Only the first tasks.")] = None,
     times: Annotated[int, typer.Option(min=1, help="Gradings of the solution, and of doing nothing.")] = 3,
@@ -114,8 +120,8 @@ def check_tasks(
     """
     from hintloop.cli.check import check_all, show_findings
 
-    tasks = _tasks_at(place, split)[:limit]
-    findings = check_all(tasks, sandbox=sandbox, times=times, jobs=jobs)
+    chosen = _tasks_at(place, split, tasks)[:limit]
+    findings = check_all(chosen, sandbox=sandbox, times=times, jobs=jobs)
     show_findings(findings, as_json=as_json)
     if not all(finding.passed for finding in findings):
         raise typer.Exit(EXIT_UNFIT)
@@ -135,7 +141,8 @@ def _set_rows(name: str) -> list[dict[str, object]]:
     ]
 
 
-def _find(place: str) -> TaskSet:
+def find(place: str) -> TaskSet:
+    """The task set of that name, folder or Python file. ``UserError`` when it cannot be had."""
     from hintloop.envs.registry import find_taskset
 
     try:
@@ -153,13 +160,15 @@ def _chosen(found: TaskSet, split: str | None) -> dict[str, list[str]]:
     return {name: ids for name, ids in splits.items() if split in (None, name)}
 
 
-def _tasks_at(place: str, split: str | None) -> list[Task]:
-    """The tasks of a set, or one task by its id."""
+def _tasks_at(place: str, split: str | None, of: str | None = None) -> list[Task]:
+    """The tasks of a set, or one task by its id; ``of`` is the set's own place."""
     from hintloop.envs.registry import get_task, taskset_names
 
+    if of is not None:
+        find(of)
     if place.partition("/")[0] in taskset_names() and "/" in place and not Path(place).exists():
         return [get_task(place)]
-    found = _find(place)
+    found = find(place)
     tasks = [found.get(task_id) for ids in _chosen(found, split).values() for task_id in ids]
     if not tasks:
         raise UserError(f"no tasks in {place}")

@@ -22,6 +22,8 @@ MAX_SECONDS = 3600.0
 """Longest time limit of a script, as in OpenEnv's validation."""
 _TELLING = 12
 """Characters from which a line that two files share is not chance."""
+_SAID = 500
+"""Characters of what failing tests said that a finding has."""
 _TEST_SHARE, _SOLUTION_SHARE = 0.9, 0.5
 """How much of its telling lines another file may hold. Visible tests may well be a part of the hidden ones."""
 _NAMED_FILE = re.compile(
@@ -164,7 +166,10 @@ def _text(sandbox: Sandbox, path: str) -> str:
 
 def _worst(grades: list[Grade], good: Callable[[float], bool]) -> str:
     bad = [found for found in grades if not good(found.reward)]
-    return f"reward {bad[0].reward:g} in {len(bad)} of {len(grades)} tries, {bad[0].parts}" if bad else ""
+    if not bad:
+        return ""
+    said = f"; its tests said: {bad[0].said.strip()[-_SAID:]}" if bad[0].said.strip() else ""
+    return f"reward {bad[0].reward:g} in {len(bad)} of {len(grades)} tries, {bad[0].parts}{said}"
 
 
 def _changes(grades: list[Grade]) -> str:

@@ -77,7 +77,7 @@ def grade(
         verdict = _judge(provider, task, tests, tests.hidden, reference, sandbox, timeout)
     finally:
         sandbox.close()
-    return Grade(float(verdict.failed is None), {"tests": verdict.held / verdict.total})
+    return Grade(float(verdict.failed is None), {"tests": verdict.held / verdict.total}, verdict.failed or "")
 
 
 def run_visible(

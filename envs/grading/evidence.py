@@ -27,6 +27,8 @@ class Run:
     planted: int = 0
     outcomes: dict[str, bool] = field(default_factory=dict)
     """Whether each test of pytest passed; empty when there is no report."""
+    said: str = ""
+    """The end of the script's output."""
 
 
 def outcomes(report: str) -> dict[str, bool]:

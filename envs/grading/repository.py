@@ -40,7 +40,7 @@ def grade(
     guard = find_guard(provider, task, tests)
     if guard is None:
         run = run_script(provider, task, tests, tests.script.files, files)
-        return Grade(run.reward, _parts(run) | ({"unguarded": 1.0} if run.reward else {}))
+        return Grade(run.reward, _parts(run) | ({"unguarded": 1.0} if run.reward else {}), run.said)
     tried: list[tuple[Run, Run]] = []
     for altered, known in guard.wanted():
         run = run_script(provider, task, tests, altered, files)
@@ -50,10 +50,12 @@ def grade(
         if exceeds(run, known, guard.reference):  # by chance, or forged: the real tests will tell
             break
         if lacks(run, known, guard.reference):
-            return Grade(0.0, _parts(replace(run, reward=0.0)))
+            return Grade(0.0, _parts(replace(run, reward=0.0)), run.said)
     run = run_script(provider, task, tests, tests.script.files, files)
     problem = _problem(run, guard.reference, tried) if run.reward else None
-    return Grade(0.0, {**_parts(run), problem: 1.0}) if problem else Grade(run.reward, _parts(run))
+    if problem:
+        return Grade(0.0, {**_parts(run), problem: 1.0}, run.said)
+    return Grade(run.reward, _parts(run), run.said)
 
 
 def _parts(run: Run) -> dict[str, float]:

@@ -20,3 +20,5 @@ class Grade:
     reward: float
     parts: dict[str, float] = field(default_factory=dict)
     """``tests``: the fraction of hidden cases that pass; ``forged``: 1.0 when the attempt was caught cheating."""
+    said: str = field(default="", compare=False, repr=False)
+    """What hidden tests that failed said, its end. For a task's author; no agent may see it."""

@@ -18,6 +18,8 @@ from hintloop.envs.task import RepositoryTests, Task
 REWARD_FILES = ("/logs/verifier/reward.json", "/logs/verifier/reward.txt")
 """The first that exists counts."""
 _CLEAN_UP_SECONDS = 30.0
+_SAID = 2000
+"""Characters of output that are kept for the task's author."""
 _GRACE = 0.3
 """Seconds that processes get to end by themselves after the script."""
 _HARDENED = {
@@ -49,7 +51,7 @@ def run_script(
         found = outcomes(_text(sandbox, REPORT) or "")
     finally:
         sandbox.close()
-    return Run(reward, problem, result.left_running, planted, found)
+    return Run(reward, problem, result.left_running, planted, found, result.output[-_SAID:])
 
 
 def _lay_over(sandbox: Sandbox, tests: RepositoryTests, files: Mapping[str, str | None]) -> int:

@@ -144,6 +144,19 @@ def test_task_that_does_not_exist(fails: Fails) -> None:
     )
 
 
+def test_tasks_that_do_not_exist_are_told_before_a_run_is_made(fails: Fails, tmp_path: Path) -> None:
+    settings = ["--set", f"run.output={tmp_path}", "--set", "teachers.scripted=false"]
+    assert fails("play", "--tasks", "nope", *settings).startswith("no task set 'nope'; known: ")
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_task_of_a_folder_is_shown_by_its_id(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = tmp_path / "own-set"
+    assert run_command(["tasks", "new", str(folder / "one")]) == 0
+    assert run_command(["tasks", "show", "own-set/one", "--tasks", str(folder)]) == 0
+    assert "own-set/one" in capsys.readouterr().out.splitlines()
+
+
 @pytest.mark.parametrize("server", ["env", "expert"])
 def test_port_that_is_taken(fails: Fails, server: str) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:

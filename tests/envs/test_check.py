@@ -91,6 +91,17 @@ def test_a_solution_that_fails_is_told(provider: LocalProvider, tmp_path: Path) 
     assert failed(provider, broken) == {"semantic.oracle_max"}
 
 
+def test_a_task_that_fails_says_what_its_tests_said(provider: LocalProvider, tmp_path: Path) -> None:
+    write_skeleton(tmp_path / "mine" / "one", "fix")
+    task = load_taskset_folder(tmp_path / "mine").get("mine/one")
+    assert isinstance(task.solution, Script)
+    script = replace(task.solution, command="true")
+    findings = check_task(provider, replace(task, solution=script), times=1)
+    (oracle,) = [finding for finding in findings if finding.check == "semantic.oracle_max"]
+    assert "its tests said: " in oracle.detail
+    assert "FAILED" in oracle.detail or "assert" in oracle.detail
+
+
 def test_a_skeleton_is_made_whole_or_not_at_all(tmp_path: Path) -> None:
     write_skeleton(tmp_path / "task", "fix")
     before = sorted(path.name for path in (tmp_path / "task").rglob("*"))
