@@ -25,6 +25,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from hintloop.cli.traces import GC_THRESHOLD
 from hintloop.replay.episode import NOT_SAMPLED, Episode, HintSite, Outcome, Turn
 from hintloop.replay.ingest.ingest import ingest
 from hintloop.replay.ingest.lines import read_records
@@ -206,7 +207,8 @@ def measure_ingest(folder: Path, megabytes: int) -> Iterator[dict[str, Any]]:
     write(first, 100_000)
     list(ingest([first], Journal(folder / "first")))  # loads all that it needs
     before = peak_mb()
-    gc.freeze()  # as the command does
+    gc.freeze()  # as the command does, and so is this
+    gc.set_threshold(GC_THRESHOLD)
     with path.open("rb", buffering=1 << 20) as file:
         parse_s, count = timed(lambda: sum(1 for _ in read_records(file, Report())))
     ingest_s, (report,) = timed(lambda: list(ingest([path], Journal(folder / "journal"))))

@@ -13,9 +13,11 @@ import random
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 from hintloop.envs.sandbox.base import SandboxDead, SandboxProvider
@@ -162,30 +164,37 @@ def own_processes() -> int:
 def count_leaks(kind: str, episodes: int) -> dict[str, int]:
     """Play on servers that are killed after a random number of episodes, and count what is left in the end."""
     played = kills = 0
-    while played < episodes:
-        with subprocess.Popen([sys.executable, "-c", _EPISODES, kind], stdout=subprocess.PIPE) as server:
-            assert server.stdout is not None
-            for _ in range(random.randint(1, 20)):
-                if not server.stdout.readline():
-                    raise SandboxDead(f"a server of {kind} ended by itself")
-                played += 1
-            time.sleep(random.random() * 0.3)
-            server.kill()
-            kills += 1
-    deadline = time.monotonic() + 30
-    while (left := leftovers()) != (0, 0) and time.monotonic() < deadline:
-        time.sleep(0.5)
-    return {"episodes": played, "kills": kills, "containers": left[0], "processes": left[1]}
+    with tempfile.TemporaryDirectory() as folder:
+        env = {**os.environ, "TMPDIR": folder}
+        while played < episodes:
+            command = [sys.executable, "-c", _EPISODES, kind]
+            with subprocess.Popen(command, stdout=subprocess.PIPE, env=env) as server:
+                assert server.stdout is not None
+                for _ in range(random.randint(1, 20)):
+                    if not server.stdout.readline():
+                        raise SandboxDead(f"a server of {kind} ended by itself")
+                    played += 1
+                time.sleep(random.random() * 0.3)
+                server.kill()
+                kills += 1
+        deadline = time.monotonic() + 30
+        while (left := leftovers(folder)) != (0, 0, 0) and time.monotonic() < deadline:
+            time.sleep(0.5)
+    return {
+        "episodes": played,
+        "kills": kills,
+        **dict(zip(("containers", "processes", "files"), left, strict=True)),
+    }
 
 
-def leftovers() -> tuple[int, int]:
-    """Containers and processes of sandboxes on this machine."""
+def leftovers(folder: str) -> tuple[int, int, int]:
+    """Containers and processes of sandboxes on this machine, and files in ``folder``, which was that for such."""
     asked = ["docker", "ps", "--all", "--quiet", "--filter", f"label={LABEL}"]
     try:
         ids = subprocess.run(asked, capture_output=True, text=True, timeout=60, check=False).stdout.split()
     except FileNotFoundError:
         ids = []
-    return len(ids), own_processes()
+    return len(ids), own_processes(), sum(1 for _ in Path(folder).rglob("*"))
 
 
 def main() -> None:

@@ -120,7 +120,9 @@ def decode_column(file: IO[bytes], column: str) -> list[Any]:
 
 def _sealed(groups: Sequence[pa.Table], metadata: dict[bytes, bytes]) -> bytes:
     sink = pa.BufferOutputStream()
-    with pq.ParquetWriter(sink, groups[0].schema, compression="zstd", write_page_checksum=True) as writer:
+    # Dictionaries cost time, and space too in the many small columns of a single segment.
+    how = {"compression": "zstd", "use_dictionary": False, "write_page_checksum": True}
+    with pq.ParquetWriter(sink, groups[0].schema, **how) as writer:
         for group in groups:
             writer.write_table(group, row_group_size=max(len(group), 1))
         writer.add_key_value_metadata({**metadata, _DIGEST_KEY: _NO_DIGEST})
