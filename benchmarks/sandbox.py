@@ -162,7 +162,10 @@ def own_processes() -> int:
 
 
 def count_leaks(kind: str, episodes: int) -> dict[str, int]:
-    """Play on servers that are killed after a random number of episodes, and count what is left in the end."""
+    """Play on servers that are killed after a random number of episodes, and count what is left in the end.
+
+    ``before``: what was left until a server was started again.
+    """
     played = kills = 0
     with tempfile.TemporaryDirectory() as folder:
         env = {**os.environ, "TMPDIR": folder}
@@ -177,14 +180,24 @@ def count_leaks(kind: str, episodes: int) -> dict[str, int]:
                 time.sleep(random.random() * 0.3)
                 server.kill()
                 kills += 1
-        deadline = time.monotonic() + 30
-        while (left := leftovers(folder)) != (0, 0, 0) and time.monotonic() < deadline:
-            time.sleep(0.5)
+        before = settled(folder)
+        open_provider(kind, pool=0).close()  # the next server removes what was being made at the last kill
+        left = settled(folder)
+    names = ("containers", "processes", "files")
     return {
         "episodes": played,
         "kills": kills,
-        **dict(zip(("containers", "processes", "files"), left, strict=True)),
+        **dict(zip(names, left, strict=True)),
+        **{f"{name} before": count for name, count in zip(names, before, strict=True)},
     }
+
+
+def settled(folder: str) -> tuple[int, int, int]:
+    """``leftovers``, when there are none or after a while."""
+    deadline = time.monotonic() + 30
+    while (left := leftovers(folder)) != (0, 0, 0) and time.monotonic() < deadline:
+        time.sleep(0.5)
+    return left
 
 
 def leftovers(folder: str) -> tuple[int, int, int]:
