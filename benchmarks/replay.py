@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import gc
 import json
-import os
 import random
 import resource
 import subprocess
@@ -25,55 +24,20 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from parts import WORDS, WRITERS, episode, link_segments
+
 from hintloop.cli.traces import GC_THRESHOLD
-from hintloop.replay.episode import NOT_SAMPLED, Episode, HintSite, Outcome, Turn
 from hintloop.replay.ingest.ingest import ingest
 from hintloop.replay.ingest.lines import read_records
 from hintloop.replay.ingest.report import Report
 from hintloop.replay.journal import Journal
 from hintloop.replay.listing import segment_name
-from hintloop.replay.segment import encode
 
-WRITERS = 16
-DIFFERENT = 64
-"""Segments that differ; more are links to these."""
-TOKENS = 600
 READ = 5_000
 """Segments that are read at most."""
 APPENDS = 300
 COMPACT_EVERY_CALLS = 400
 """Calls between two compactions of the recorded conversation: about a megabyte of text."""
-WORDS = ["def", "return", "value", "=", "self", "token", "path", "for", "in", "if", "not", "import", "class", "the",
-         "of", "to", "line", "print", "(", ")", ":", "[", "]", "{", "}", "\\n"]  # fmt: skip
-
-
-def episode(number: int) -> Episode:
-    """One like those of the bundled tasks: some turns, an error with its hint, no two alike."""
-    rng = random.Random(number)
-    turns = []
-    for turn in range(6):
-        text = " ".join(rng.choices(WORDS, k=40))
-        role, tool = ("assistant", "run") if turn % 2 else ("tool", None)
-        turns.append(Turn(role, 100 * turn, 100 * turn + 100, text, tool_name=tool))
-    sampled = [token // 100 % 2 for token in range(TOKENS)]
-    return Episode(
-        episode_id=f"e{number}",
-        group_id=f"g{number}",
-        task_id=f"bugfix/{number}",
-        env="coding",
-        source="rollout",
-        created_at=float(number),
-        model="student",
-        tokenizer_fingerprint="benchmark",
-        token_ids=[rng.randrange(4096) for _ in range(TOKENS)],
-        loss_mask=sampled,
-        logprobs=[-rng.random() if each else 0.0 for each in sampled],
-        policy_versions=[number // 64 if each else NOT_SAMPLED for each in sampled],
-        turns=tuple(turns),
-        outcome=Outcome.SOLVED,
-        reward=1.0,
-        hint_sites=(HintSite(3, "syntax_error", "mind the colon", 290, 300, 400, tuple(range(20))),),
-    )
 
 
 def records(seed: int = 0) -> Iterator[dict[str, Any]]:
@@ -150,16 +114,6 @@ def timed(do: Callable[[], Any]) -> tuple[float, Any]:
     started = time.process_time()
     found = do()
     return time.process_time() - started, found
-
-
-def link_segments(folder: Path, count: int) -> None:
-    """A journal of many segments that nobody has merged yet, which are some few again and again."""
-    folder.mkdir()
-    blobs = [folder.parent / f"blob{number}" for number in range(DIFFERENT)]
-    for number, blob in enumerate(blobs):
-        blob.write_bytes(encode([episode(number)]))
-    for number in range(count):
-        os.link(blobs[number % DIFFERENT], folder / f"w{number % WRITERS}-{number // WRITERS:08d}.parquet")
 
 
 def look(journal: Journal, segments: int) -> dict[str, Any]:

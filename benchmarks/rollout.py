@@ -20,104 +20,27 @@ import os
 import random
 import signal
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import httpx
-import numpy as np
 import structlog
-from safetensors.numpy import save_file
+from parts import STOP, Server, Weights, all_at, open_pool, servers
 
 from hintloop.agent.engine import Sampling
-from hintloop.replay.weights import WeightStore
 from hintloop.rollout.engines.pool import Pool
 from hintloop.rollout.engines.sim_plan import Plan
-from hintloop.rollout.engines.vllm import GENERATE, Patience
-from hintloop.rollout.vllm_extension import CACHE
+from hintloop.rollout.engines.vllm import GENERATE
 
-STOP = 999
 TOKENS = (24, 72)
 """Range of the tokens of a turn."""
 TURN_S = 0.2
 PLAN = Plan(prompt_ms=100, token_ms=2, stop_after=10**15, stream_interval=16)
 AT_ONCE = Plan()
-START_S = 60.0
-
-
-class Server:
-    """``hintloop sim-engine`` in a process, which may be killed and started again on its port."""
-
-    def __init__(self, folder: Path, name: str, plan: Plan) -> None:
-        self._folder, self._ready, self._plan = folder, folder / f"{name}.url", folder / f"{name}.json"
-        self._plan.write_text(plan.model_dump_json())
-        self.start(0)
-
-    def start(self, port: int) -> None:
-        """Start the process; ``wait`` waits for it."""
-        options = ["--port", str(port), "--plan", str(self._plan)]
-        command = [sys.executable, "-m", "hintloop.cli.main", "sim-engine", *options]
-        self._ready.unlink(missing_ok=True)
-        self.process = subprocess.Popen(
-            [*command, "--ready-file", str(self._ready)],
-            env={**os.environ, CACHE: str(self._folder / "servers")},
-        )
-
-    def wait(self) -> str:
-        """The URL, once it answers."""
-        deadline = time.monotonic() + START_S
-        while not self._ready.exists():
-            if self.process.poll() is not None or time.monotonic() > deadline:
-                raise RuntimeError("a simulated server did not start")
-            time.sleep(0.01)
-        return self._ready.read_text().strip()
-
-
-@contextlib.contextmanager
-def servers(folder: Path, *plans: Plan) -> Iterator[list[Server]]:
-    """Simulated servers, ended at the end."""
-    started = [Server(folder, f"server{number}", plan) for number, plan in enumerate(plans)]
-    try:
-        yield started
-    finally:
-        for server in started:
-            server.process.kill()
-            server.process.wait(10)
-
-
-class Weights:
-    """A weight store with tiny versions."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder, self.version = folder, -1
-        self.store = WeightStore(folder / "weights")
-
-    def publish(self) -> tuple[Path, int]:
-        """The next version: its folder and its number."""
-        self.version += 1
-        made = self.folder / "made"
-        made.mkdir(exist_ok=True)
-        save_file({"weight": np.full((64, 64), self.version, np.float32)}, made / "model.safetensors")
-        probe = {"token_ids": [1, 2, 3], "logprobs": [-1.0 - self.version, -2.0]}
-        self.store.publish(self.version, made, metadata={"probe": probe})
-        return self.store.fetch(self.version, self.folder / "cache"), self.version
-
-
-def open_pool(urls: Sequence[str], weights: Weights) -> Pool:
-    """A pool on the servers."""
-    return Pool(urls, weights_uri=weights.store.uri, stop_ids=[STOP], patience=Patience(poll=0.5))
-
-
-async def all_at(pool: Pool, version: int) -> None:
-    """Wait until every server samples from a version."""
-    async with asyncio.timeout(START_S):
-        while any(server["version"] != version for server in pool.servers()):  # noqa: ASYNC110
-            await asyncio.sleep(0.002)
-
 
 Ask = Callable[[int, list[int], int], Awaitable[object]]
 """(number, prompt, tokens) -> when the turn is complete."""

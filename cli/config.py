@@ -143,6 +143,8 @@ class Config(_Section):
                 f"teachers.scripted is for the {EXPERT_TASKS} tasks only, which the scripted expert knows; "
                 "set teachers.scripted=false"
             )
+        if self.rollout.weight_transfer == "adapter" and not self.learner.lora_rank:
+            raise ValueError("rollout.weight_transfer=adapter needs adapters: set learner.lora_rank")
         if self.learner.publish_every > self.rollout.max_staleness + 1:
             raise ValueError(
                 "rollout.max_staleness must be at least learner.publish_every - 1, or both sides would wait "

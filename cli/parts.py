@@ -229,6 +229,12 @@ def learn(
     rounds: Annotated[
         str | None, typer.Option(metavar="URI", help="Folder to meet in instead; sets replicas.rounds.")
     ] = None,
+    executor: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME", help="Start all N here; `local` runs each as a process of this machine."
+        ),
+    ] = None,
     preset: Preset = None,
     config: ConfigFile = None,
     assignments: Assignments = None,
@@ -240,6 +246,8 @@ def learn(
 
     One of three, with a run folder that all of them share or one for each:
     `hintloop learn --run RUN --replicas 3 --replica 0 --lighthouse http://127.0.0.1:29510`
+
+    All of three, by one command: `hintloop learn --run RUN --replicas 3 --executor local`
     """
     from hintloop.cli.model import find_model, prepare_student
     from hintloop.cli.output import show_json
@@ -256,6 +264,24 @@ def learn(
         "replicas.rounds": rounds,
     }
     given = {key: value for key, value in values.items() if value is not None}
+    if executor is not None:
+        if given.pop("replicas.index", None) is not None:
+            raise UserError("--executor starts all replicas, --replica is one of them: give one of the two")
+        given.pop("replicas.count", None)  # with it a place to meet would be needed already
+        folder, settings = _run_of(run, preset, config, assignments, part="learn", values=given)
+        from hintloop.cli.replicas import learn_all
+
+        code = learn_all(
+            folder,
+            settings,
+            executor=executor,
+            count=replicas or settings.replicas.count,
+            journal=journal,
+            weights=weights,
+            follow=follow,
+            as_json=as_json,
+        )
+        raise typer.Exit(code)
     folder, settings = _run_of(run, preset, config, assignments, part="learn", values=given)
     several = settings.replicas if settings.replicas.count else None
     own = RunFolder(folder.path / f"replica-{several.index}") if several else folder

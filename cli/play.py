@@ -9,8 +9,10 @@ from __future__ import annotations
 import shlex
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
+from urllib.parse import urlsplit
 
 from hintloop.cli.config import Config, EnvSection, load_config
 from hintloop.cli.display import Display
@@ -26,6 +28,7 @@ LEARNER_END_S = 120.0
 """How long the learner may take to end once the rollout side has played its last version."""
 EXIT_FAILED = 1
 EXIT_STOPPED = 130
+_HINTLOOP = (sys.executable, "-m", "hintloop.cli.main")
 _CHILD_ENV = {
     TRACEBACK: "1",
     "PYTHONUNBUFFERED": "1",
@@ -96,24 +99,30 @@ def play(folder: RunFolder, config: Config, *, say: Callable[[str], None]) -> in
 
 
 def _start(supervisor: Supervisor, folder: RunFolder, config: Config) -> None:
-    for spec in _servers(folder, config):
+    for spec in server_specs(folder, config):
         folder.ready(spec.name).unlink(missing_ok=True)
         supervisor.start(spec)
-    supervisor.start(_learner(folder, config))
+    supervisor.start(learner_spec(folder, config))
     urls = {
         spec.name: supervisor.wait_file(spec.name, folder.ready(spec.name), timeout_s=READY_S)
-        for spec in _servers(folder, config)
+        for spec in server_specs(folder, config)
     }
-    supervisor.start(_rollout(folder, config, urls))
+    supervisor.start(rollout_spec(folder, config, urls))
 
 
-def _servers(folder: RunFolder, config: Config) -> list[ChildSpec]:
+def server_specs(
+    folder: RunFolder, config: Config, before: Mapping[str, str] = MappingProxyType({})
+) -> list[ChildSpec]:
+    """The servers of a run; those that have an URL in ``before`` come back to it."""
+    ports = {name: urlsplit(url).port or 0 for name, url in before.items()}
     made = []
     if not config.env.servers:
-        options = ["--host", config.env.host, *env_options(config.env, port=config.env.port)]
+        port = ports.get("env", config.env.port)
+        options = ["--host", config.env.host, *env_options(config.env, port=port)]
         made.append(_spec(folder, "env", ["serve", "env", *options], threads=1, server=True))
     if config.teachers.scripted:
-        made.append(_spec(folder, "expert", ["serve", "expert", "--port", "0"], threads=1, server=True))
+        options = ["--port", str(ports.get("expert", 0))]
+        made.append(_spec(folder, "expert", ["serve", "expert", *options], threads=1, server=True))
     return made
 
 
@@ -123,12 +132,14 @@ def env_options(env: EnvSection, *, port: int) -> list[str]:
     return [*options, "--tasks", env.tasks, "--sandbox", env.sandbox]
 
 
-def _learner(folder: RunFolder, config: Config) -> ChildSpec:
+def learner_spec(folder: RunFolder, config: Config) -> ChildSpec:
+    """The learner of a run."""
     command = ["learn", "--run", str(folder.path), "--follow"]
     return _spec(folder, "learner", command, threads=config.learner.threads)
 
 
-def _rollout(folder: RunFolder, config: Config, urls: dict[str, str]) -> ChildSpec:
+def rollout_spec(folder: RunFolder, config: Config, urls: Mapping[str, str]) -> ChildSpec:
+    """The rollout side of a run; ``urls`` are those of its servers."""
     command = ["rollout", "--run", str(folder.path)]
     if "env" in urls:
         command += ["--env-url", urls["env"]]
@@ -146,11 +157,16 @@ def _spec(
         env |= {"OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads)}
     return ChildSpec(
         name,
-        [sys.executable, "-m", "hintloop.cli.main", *command, *ready],
+        [*_HINTLOOP, *command, *ready],
         folder.log(name),
         env,
         server,
     )
+
+
+def arguments_of(spec: ChildSpec) -> list[str]:
+    """What follows ``hintloop`` in the command."""
+    return list(spec.command[len(_HINTLOOP) :])
 
 
 def _failure(error: ChildFailed, folder: RunFolder) -> str:

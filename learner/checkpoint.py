@@ -2,7 +2,8 @@
 
 ``<folder>/v000042/`` holds ``model/`` (a loadable model folder), ``published/`` (another one, where other weights
 than those are published), ``adapter.safetensors`` (where adapters are trained), ``teacher.safetensors`` (the moving
-average, if there is one), ``optimizer.pt`` and ``state.json``.
+average, if there is one), ``optimizer.pt`` and ``state.json``. Where adapters are trained, a model folder holds them
+as well, below ``adapter/`` and as PEFT does, for engines that take them in place of the whole model.
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
-from hintloop.learner.adapters import plain_tensors
 from hintloop.learner.config import LearnerConfig
+from hintloop.learner.lora import plain_tensors, save_adapter
 from hintloop.learner.models import Weights, hold, holding, load_model, no_progress_bar, trained_weights
 from hintloop.replay.storage import sync_folder, temporary_path
 
@@ -113,10 +114,10 @@ def save(
         shutil.rmtree(leftover)
     temporary = temporary_path(target)
     temporary.mkdir()
-    _save_model(model, student, temporary / "model")
+    _save_model(model, student, temporary / "model", adapters=adapters)
     if published is not None:
         with holding(model, published):
-            _save_model(model, student, temporary / "published")
+            _save_model(model, student, temporary / "published", adapters=adapters)
     if adapters:
         save_file(trained_weights(model), temporary / "adapter.safetensors")
     if teacher is not None:
@@ -132,9 +133,11 @@ def save(
     return Checkpoint(target, state)
 
 
-def _save_model(model: Any, student: Path, folder: Path) -> None:
+def _save_model(model: Any, student: Path, folder: Path, *, adapters: bool) -> None:
     with no_progress_bar():
         model.save_pretrained(folder, state_dict=plain_tensors(model))
+    if adapters:
+        save_adapter(model, folder / "adapter")
     for path in sorted(student.iterdir()):
         if path.is_file() and not any(path.match(pattern) for pattern in _WEIGHTS):
             shutil.copy2(path, folder / path.name)

@@ -79,7 +79,7 @@ class LearnerConfig(BaseModel):
     """Weight, within the preference channel, of the mean negative log-likelihood of the chosen response (RPO)."""
     lora_rank: int = Field(0, ge=0)
     """Rank of the adapters (LoRA, needs the package ``peft``) that are trained in place of the weights; 0 trains the
-    weights. What is published is always a whole model."""
+    weights. What is published is a whole model all the same, and the adapters beside it."""
     lora_alpha: int = Field(32, ge=1)
     """Scale of the adapters; what they add is multiplied by this over their rank."""
     max_sites_per_step: int = Field(64, ge=1)

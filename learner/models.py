@@ -14,8 +14,8 @@ from torch.func import functional_call
 from transformers import AutoModelForCausalLM
 from transformers.utils import logging as transformers_logging
 
-from hintloop.learner.adapters import add_lora
 from hintloop.learner.config import LearnerConfig
+from hintloop.learner.lora import add_lora
 from hintloop.learner.losses.head import Head
 
 ADAM_BETAS = (0.9, 0.95)

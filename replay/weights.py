@@ -14,7 +14,7 @@ import re
 import shutil
 import time
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -129,14 +129,16 @@ class WeightStore:
         """The committed versions, ascending."""
         return [version for version in self._folders() if self._is_committed(version)]
 
-    def fetch(self, version: int, cache: Path) -> Path:
+    def fetch(self, version: int, cache: Path, *, under: str = "") -> Path:
         """A local folder ``cache/v000042`` that holds exactly the published files and the manifest.
 
-        Every digest is checked before the folder appears under that name. A folder that is there already is
-        used again when its manifest names the same files, and replaced otherwise. ``DigestMismatch`` when the
-        store holds a bad file; errors of ``manifest``.
+        With ``under``, such as ``adapter/``, it is those whose names begin so, and a manifest of these; a cache is
+        for one choice of files. Every digest is checked before the folder appears under that name. A folder that
+        is there already is used again when its manifest names the same files, and replaced otherwise.
+        ``DigestMismatch`` when the store holds a bad file; ``ValueError`` when there is none below ``under``;
+        errors of ``manifest``.
         """
-        manifest = self.manifest(version)
+        manifest = _part(self.manifest(version), under)
         target = cache / version_name(version)
         if not _holds(target, manifest):
             sweep_temporaries(cache, target.name)
@@ -247,6 +249,13 @@ class _Counted:
 def version_name(version: int) -> str:
     """Folder name of a version."""
     return f"v{version:06d}"
+
+
+def _part(manifest: Manifest, under: str) -> Manifest:
+    files = {name: entry for name, entry in manifest.files.items() if name.startswith(under)}
+    if not files:
+        raise ValueError(f"version {manifest.version} has no files below {under}")
+    return replace(manifest, files=files)
 
 
 def _files_below(folder: Path) -> dict[str, Path]:

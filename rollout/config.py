@@ -65,6 +65,9 @@ class RolloutConfig(_Settings):
     """Root URLs of inference servers (vLLM, or ``hintloop sim-engine``); none: the local engine.
 
     While the run's folder has a file ``engines.txt``, the URLs in it, one a line, are taken instead."""
+    weight_transfer: Literal["fetch", "adapter", "direct"] = "fetch"
+    """How versions get to the servers: each fetches them from the weights; each fetches the adapters alone (for
+    ``learner.lora_rank``; they need ``--lora-rank``); or this process sends them, through vLLM's weight transfer."""
     engine_timeout_s: float = Field(default=300.0, gt=0)
     """Time for one turn from the engine, with all its retries."""
     probe_tolerance: float = Field(default=1e-3, gt=0)

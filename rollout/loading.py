@@ -35,7 +35,9 @@ class Agent:
     chat: ChatFormat
     score: Score | None = None
     servers: Callable[[], list[dict[str, Any]]] | None = None
-    """What each inference server is doing. Given when the engine is servers, which fetch and check by themselves."""
+    """What each inference server is doing. Given when the engine is servers, which check by themselves."""
+    needs_files: bool = True
+    """The engine loads from a version's files in this process's cache; otherwise the manifest is enough."""
 
 
 LoadAgent = Callable[[Fetched], Agent]
@@ -70,8 +72,13 @@ def load_local_agent(first: Fetched, *, config: RolloutConfig, seed: int) -> Age
 def load_remote_agent(first: Fetched, *, config: RolloutConfig, weights_uri: str, roster: Path) -> Agent:
     """Inference servers as the engine; ``roster`` is the file that may name others than ``config``."""
     from hintloop.rollout.engines.pool import Pool
+    from hintloop.rollout.engines.publish import Fetch, Way
+    from hintloop.rollout.engines.publish_adapter import Adapter
+    from hintloop.rollout.engines.publish_direct import Direct
     from hintloop.rollout.engines.vllm import Patience
 
+    ways: dict[str, type[Way]] = {"fetch": Fetch, "adapter": Adapter, "direct": Direct}
+    way = ways[config.weight_transfer]()
     chat = load_renderer(first.folder)
     pool = Pool(
         config.engines,
@@ -80,5 +87,6 @@ def load_remote_agent(first: Fetched, *, config: RolloutConfig, weights_uri: str
         patience=Patience(turn=config.engine_timeout_s, join=config.idle_timeout_s),
         probe_tolerance=config.probe_tolerance,
         roster=roster,
+        way=way,
     )
-    return Agent(pool, chat, servers=pool.servers)
+    return Agent(pool, chat, servers=pool.servers, needs_files=way.needs_files)

@@ -308,7 +308,7 @@ class _Run:
                     cache,
                     after=now.version,
                     poll_s=self.config.poll_s,
-                    whole=agent.servers is None,
+                    whole=agent.needs_files,
                     on_look=lambda: pulse.beat("the storage of the weights"),
                     on_failure=self._storage_failed,
                 )

@@ -58,18 +58,22 @@ class WorkerExtension:
 
     hintloop_fetcher: Fetcher | None = None
     hintloop_layout: Layout | None = None
+    hintloop_timer: threading.Timer | None = None
 
-    def hintloop_fetch(self, uri: str, version: int) -> dict[str, Any]:
-        """Start to fetch a version, unless that is going on or done; the answer is that of ``hintloop_status``."""
+    def hintloop_fetch(self, uri: str, version: int, under: str = "") -> dict[str, Any]:
+        """Start to fetch a version, unless that is going on or done; the answer is that of ``hintloop_status``.
+
+        With ``under``, such as ``adapter/``, only the files whose names begin so.
+        """
         if self.hintloop_fetcher is None:
             self.hintloop_fetcher = Fetcher(partial(fetch, cache=cache_folder()))
-        self.hintloop_fetcher.start(uri, version)
+        self.hintloop_fetcher.start(uri, version, under)
         return self.hintloop_status()
 
     def hintloop_status(self) -> dict[str, Any]:
-        """``{"state": "idle|fetching|ready|failed", "version": n, "error": text}``."""
+        """``{"state": "idle|fetching|ready|failed", "version": n, "folder": path, "error": text}``."""
         if self.hintloop_fetcher is None:
-            return {"state": "idle", "version": -1, "error": ""}
+            return {"state": "idle", "version": -1, "folder": "", "error": ""}
         return self.hintloop_fetcher.status()
 
     def hintloop_load(self, version: int) -> dict[str, Any]:
@@ -82,7 +86,7 @@ class WorkerExtension:
             if self.hintloop_fetcher is None:
                 raise ValueError("nothing was fetched")
             folder = self.hintloop_fetcher.folder(version)
-            check_sizes(folder, getattr(getattr(self, "model_config", None), "hf_config", None))
+            check_sizes(read_config(folder), self.hintloop_config())
             layout = read_layout(folder)
             check_layout(layout, self.hintloop_layout)
         except (OSError, ValueError) as error:
@@ -103,6 +107,32 @@ class WorkerExtension:
         if repacked:
             _log.info("version %d: packed %s again", version, ", ".join(repacked))
 
+    def hintloop_config(self) -> Any:
+        """The configuration of vLLM's model."""
+        return getattr(getattr(self, "model_config", None), "hf_config", None)
+
+    def hintloop_suits(self, config: dict[str, Any]) -> dict[str, Any]:
+        """Whether a version with this ``config.json`` is of the served model: ``{"ok": bool, "error": text}``."""
+        try:
+            check_sizes(config, self.hintloop_config())
+        except ValueError as error:
+            return {"ok": False, "error": str(error)}
+        return {"ok": True, "error": ""}
+
+    def hintloop_end_in(self, delay: float) -> dict[str, Any]:
+        """End this process in ``delay`` seconds, unless called again before; 0: not any more.
+
+        For a transfer whose sender may die: vLLM waits for it without end, and answers no call meanwhile.
+        """
+        if self.hintloop_timer is not None:
+            self.hintloop_timer.cancel()
+            self.hintloop_timer = None
+        if delay > 0:
+            self.hintloop_timer = threading.Timer(delay, self.hintloop_quit)
+            self.hintloop_timer.daemon = True
+            self.hintloop_timer.start()
+        return {"ok": True}
+
     def hintloop_quit(self) -> dict[str, Any]:
         """End this process soon: a server whose model is lost must not stay up and look healthy."""
         _log.error("the model is lost; this worker ends")
@@ -115,49 +145,51 @@ class WorkerExtension:
 class Fetcher:
     """Fetches and verifies one version at a time, in a thread. Its methods never block."""
 
-    def __init__(self, fetch: Callable[[str, int], Path]) -> None:
-        """``fetch`` gives the local folder of (URI, version), whole and verified; it may block."""
+    def __init__(self, fetch: Callable[[str, int, str], Path]) -> None:
+        """``fetch`` gives the local folder of (URI, version, beginning of names), verified; it may block."""
         self._fetch = fetch
         self._lock = threading.Lock()
-        self._wanted: tuple[str, int] | None = None
+        self._wanted: tuple[str, int, str] | None = None
         self._state = "idle"
         self._error = ""
         self._folder = Path()
 
-    def start(self, uri: str, version: int) -> None:
+    def start(self, uri: str, version: int, under: str = "") -> None:
         """``ValueError`` for a URI that is not allowed here. A fetch that has failed is tried again."""
         allowed = os.environ.get(ALLOWED)
         if allowed and uri.rstrip("/") != allowed.rstrip("/"):
             raise ValueError(f"this server takes weights from {allowed} only, not from {uri}")
         with self._lock:
-            if self._wanted == (uri, version) and self._state in ("fetching", "ready"):
+            if self._wanted == (uri, version, under) and self._state in ("fetching", "ready"):
                 return
-            self._wanted, self._state, self._error = (uri, version), "fetching", ""
-        threading.Thread(target=self._run, args=(uri, version), name=f"fetch-{version}", daemon=True).start()
+            self._wanted, self._state, self._error = (uri, version, under), "fetching", ""
+        wanted = (uri, version, under)
+        threading.Thread(target=self._run, args=wanted, name=f"fetch-{version}", daemon=True).start()
 
     def status(self) -> dict[str, Any]:
-        """State, version and error as JSON data."""
+        """State, version, folder and error as JSON data."""
         with self._lock:
             version = -1 if self._wanted is None else self._wanted[1]
-            return {"state": self._state, "version": version, "error": self._error}
+            folder = str(self._folder) if self._state == "ready" else ""
+            return {"state": self._state, "version": version, "folder": folder, "error": self._error}
 
     def folder(self, version: int) -> Path:
-        """Where a version lies. ``ValueError`` unless it is the one that was fetched last."""
+        """Where a whole version lies. ``ValueError`` unless it is the one that was fetched last."""
         with self._lock:
-            if self._state != "ready" or self._wanted is None or self._wanted[1] != version:
+            if self._state != "ready" or self._wanted is None or self._wanted[1:] != (version, ""):
                 raise ValueError(f"version {version} is not fetched")
             return self._folder
 
-    def _run(self, uri: str, version: int) -> None:
+    def _run(self, uri: str, version: int, under: str) -> None:
         state, error, folder = "failed", "", Path()
         try:
-            folder = self._fetch(uri, version)
+            folder = self._fetch(uri, version, under)
             state = "ready"
         except Exception as problem:  # noqa: BLE001 - the thread's boundary; recorded in the status
             error = f"{type(problem).__name__}: {problem}"
             _log.warning("fetching version %d failed: %s", version, error)
         with self._lock:
-            if self._wanted == (uri, version):
+            if self._wanted == (uri, version, under):
                 self._state, self._error, self._folder = state, error, folder
 
 
@@ -166,24 +198,24 @@ def cache_folder() -> Path:
     return Path(os.environ.get(CACHE) or Path.home() / ".cache" / "hintloop" / "weights")
 
 
-def fetch(uri: str, version: int, cache: Path) -> Path:
+def fetch(uri: str, version: int, under: str = "", *, cache: Path) -> Path:
     """A local folder with exactly the files of a version, each digest checked by this call.
 
-    The cache may be shared by the workers of a machine: one fetches, the others wait for it.
-    Raises ``DigestMismatch``, ``OSError``, ``ValueError``.
+    With ``under``, those whose names begin so. The cache may be shared by the workers of a machine: one fetches, the
+    others wait for it. Raises ``DigestMismatch``, ``OSError``, ``ValueError``.
     """
-    place = cache / hashlib.sha256(uri.encode()).hexdigest()[:12]
+    place = cache / hashlib.sha256((f"{uri}#{under}" if under else uri).encode()).hexdigest()[:12]
     place.mkdir(parents=True, exist_ok=True)
     with (place / ".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         was_there = (place / version_name(version)).exists()
-        folder = WeightStore(uri).fetch(version, place)
+        folder = WeightStore(uri).fetch(version, place, under=under)
         if was_there:  # perhaps damaged since
             try:
                 verify(folder)
             except DigestMismatch:
                 shutil.rmtree(folder)
-                folder = WeightStore(uri).fetch(version, place)
+                folder = WeightStore(uri).fetch(version, place, under=under)
         for old in sorted(place.glob("v*"))[:-KEPT_VERSIONS]:
             shutil.rmtree(old, ignore_errors=True)
     _sweep(cache)
@@ -224,10 +256,15 @@ def read_layout(folder: Path) -> Layout:
     return layout
 
 
-def check_sizes(folder: Path, served: Any) -> None:
-    """``ValueError`` when a version is of another model than ``served``, the configuration of vLLM's."""
+def read_config(folder: Path) -> dict[str, Any]:
+    """What the model in a folder says of itself; nothing if it does not."""
     path = folder / "config.json"
-    config = json.loads(path.read_bytes()) if path.is_file() else {}
+    config: dict[str, Any] = json.loads(path.read_bytes()) if path.is_file() else {}
+    return config
+
+
+def check_sizes(config: dict[str, Any], served: Any) -> None:
+    """``ValueError`` when a version is of another model than ``served``, the configuration of vLLM's."""
     for name in SIZES:
         ours, theirs = config.get(name), getattr(served, name, None)
         if None not in (ours, theirs) and ours != theirs:

@@ -1,9 +1,10 @@
 """One vLLM server as the rollout side needs it: ``python -m hintloop.rollout.vllm_server MODEL --port 8100``.
 
-For vLLM's own environment; it needs there what the worker extension needs. What follows its own options goes to
-vLLM, and wins. A server that was up and ends is started again: one whose model is lost ends by itself, and the pool
-takes it back once it has the newest weights. vLLM leaves its engine running, with all its memory, when its API
-process is killed, so everything that it started is killed whenever that one ends, and it ends with this process.
+For vLLM's own environment; it needs there what the worker extension needs. ``--lora-rank 16`` lets it take versions as
+adapters. What follows its own options goes to vLLM, and wins. A server that was up and ends is started again: one whose
+model is lost ends by itself, and the pool takes it back once it has the newest weights. vLLM leaves its engine running,
+with all its memory, when its API process is killed, so everything that it started is killed whenever that one ends, and
+it ends with this process.
 """
 
 from __future__ import annotations
@@ -43,6 +44,11 @@ CPU_ENV = {
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # else all servers of a machine compute on the same cores
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # a process less, which is for threads that are bound
 }
+ADAPTER_SLOTS = 3
+"""Adapters that requests may use at the same time: of this version, the one before, and one that is being loaded."""
+ADAPTER_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+"""Largest ranks that vLLM can be told."""
+ADAPTER_ENV = {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"}
 POLL_S = 0.2
 PAUSE_S = 2.0
 """Before it is started again."""
@@ -57,21 +63,31 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("model", help="folder or name of the model that the run starts from")
     parser.add_argument("--host", default="127.0.0.1", help="it obeys whoever reaches it: no public address")
     parser.add_argument("--port", type=int, default=8000)
+    parser.add_argument(
+        "--lora-rank", type=int, default=0, help="rank of the adapters that it takes; 0: none"
+    )
     ours, more = parser.parse_known_args(arguments)
     url = f"http://{ours.host}:{ours.port}"
     if answers(url):
         parser.error(f"something answers at {url} already")
+    if not 0 <= ours.lora_rank <= ADAPTER_RANKS[-1]:
+        parser.error(f"--lora-rank is from 0 to {ADAPTER_RANKS[-1]}")
     on_cpu = is_cpu_build()
     address = ["--host", ours.host, "--port", str(ours.port)]
-    words = [*command(ours.model, on_cpu=on_cpu), *address, *more]
+    words = [*command(ours.model, on_cpu=on_cpu, lora_rank=ours.lora_rank), *address, *more]
     env = {**ENV, **(CPU_ENV if on_cpu else {}), **os.environ, "VLLM_SERVER_DEV_MODE": "1"}
+    env |= ADAPTER_ENV if ours.lora_rank else {}
     return keep_up(partial(start, words, env), partial(answers, url), name=url)
 
 
-def command(model: str, *, on_cpu: bool) -> list[str]:
+def command(model: str, *, on_cpu: bool, lora_rank: int = 0) -> list[str]:
     """vLLM's command for a model, all but the address."""
     options = OPTIONS | (CPU_OPTIONS if on_cpu else {})
     flags = ["--enable-scale-out", "--disable-uvicorn-access-log", *(["--enforce-eager"] if on_cpu else [])]
+    if lora_rank:
+        flags.append("--enable-lora")
+        room = min(rank for rank in ADAPTER_RANKS if rank >= lora_rank)
+        options |= {"--max-lora-rank": str(room), "--max-loras": str(ADAPTER_SLOTS)}
     return [*_program(model), *(word for pair in options.items() for word in pair), *flags]
 
 

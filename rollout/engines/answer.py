@@ -2,7 +2,8 @@
 
 vLLM names, for every answer, the weights that sampled each span of tokens, and the name is changed only while
 generation is paused: such a record is exact. A stream that is cut has no spans; its tokens count only if the
-server was seen with the known version after the first of them came, and no update began meanwhile.
+server was seen with the known version after the first of them came, and no update began meanwhile. A request that
+names an adapter has all its tokens from that one; a server that was started again does not know it.
 """
 
 from __future__ import annotations
@@ -108,7 +109,11 @@ class Standing:
 class Stream:
     """The answer to one request, as it comes in."""
 
-    def __init__(self, standing: Standing, limit: int, stop_ids: frozenset[int]) -> None:
+    def __init__(
+        self, standing: Standing, limit: int, stop_ids: frozenset[int], *, adapter: str = ""
+    ) -> None:
+        """``adapter`` is what the request named: its weights are those of all its tokens, whatever vLLM says."""
+        self._adapter = adapter
         self._standing = standing
         self._limit = limit
         self._stop_ids = stop_ids
@@ -171,6 +176,8 @@ class Stream:
             if span["start"] != len(self._names):
                 raise BadAnswer(f"spans of weight versions with gaps: {spans}")
             self._names += [str(span["version"])] * (span["end"] - span["start"])
+        if self._adapter:
+            self._names = [self._adapter] * len(self._names)  # vLLM names the base that it is applied to
         if len(self._names) != len(self._ids) or len(self._ids) > self._limit:
             raise BadAnswer(f"{len(self._ids)} tokens of {self._limit}, {len(self._names)} with a version")
         stopped = bool(self._ids) and self._ids[-1] in self._stop_ids
@@ -181,7 +188,8 @@ class Stream:
     def _mark(self) -> None:
         """Note how much is certainly of the version that the request began with."""
         standing = self._standing
-        if standing.epoch == self._epoch and self._first_at <= standing.confirmed_at:
+        known = bool(self._adapter) or self._first_at <= standing.confirmed_at
+        if standing.epoch == self._epoch and known:
             self._certain = len(self._ids)
 
 

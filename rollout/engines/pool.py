@@ -22,7 +22,7 @@ import structlog
 
 from hintloop.agent.engine import EngineError, Sample, Sampling
 from hintloop.rollout.engines.answer import Piece
-from hintloop.rollout.engines.publish import FetchFailed, Release, bring_up, confirm
+from hintloop.rollout.engines.publish import Fetch, FetchFailed, Release, Way
 from hintloop.rollout.engines.turn import TurnCounts, sample_turn
 from hintloop.rollout.engines.vllm import Patience, ServerError, VllmServer
 from hintloop.rollout.engines.wire import LeanTransport
@@ -80,8 +80,9 @@ class Pool:
         patience: Patience | None = None,
         probe_tolerance: float = PROBE_TOLERANCE,
         roster: Path | None = None,
+        way: Way | None = None,
     ) -> None:
-        """The servers fetch from ``weights_uri``; ``stop_ids`` end a turn.
+        """The servers get versions of ``weights_uri`` by ``way``, or fetch them; ``stop_ids`` end a turn.
 
         While the file ``roster`` exists, the URLs in it, one a line, are the servers instead of ``urls``.
         """
@@ -92,6 +93,7 @@ class Pool:
         self._patience = patience or Patience()
         self._tolerance = probe_tolerance
         self._roster = roster
+        self._way = way or Fetch()
         transport = LeanTransport(connect_s=self._patience.connect)
         self._client = httpx.AsyncClient(transport=transport, timeout=None, trust_env=False)
         self._members: dict[str, _Member] = {}
@@ -119,7 +121,7 @@ class Pool:
         self._homes.pop(session, None)
 
     async def load_weights(self, folder: Path, version: int) -> None:
-        """Bring the servers to a version; of ``folder`` only the manifest is read.
+        """Bring the servers to a version; of ``folder`` only the manifest is read, unless the way needs more.
 
         Returns when every server in the pool has it, and one at least. Raises ``WeightsRefused`` when the
         servers do not reproduce its probe, and ``EngineError`` when none has it in time.
@@ -175,9 +177,15 @@ class Pool:
     def _add(self, url: str) -> None:
         if url in self._members:
             return
-        server = VllmServer(url, self._client, stop_ids=self._stop_ids, patience=self._patience)
+        server = VllmServer(
+            url,
+            self._client,
+            stop_ids=self._stop_ids,
+            patience=self._patience,
+            by_name=self._way.by_name,
+        )
         member = self._members[url] = _Member(server)
-        member.task = asyncio.create_task(self._tend(member))
+        member.task = asyncio.create_task(self._keep(member))
 
     def remove(self, url: str) -> None:
         """Send nothing more to a server; what it is doing is finished."""
@@ -249,6 +257,12 @@ class Pool:
 
     # Keeping the servers
 
+    async def _keep(self, member: _Member) -> None:
+        try:
+            await self._tend(member)
+        finally:
+            await self._way.leave(member.server)
+
     async def _tend(self, member: _Member) -> None:
         """Look at one server again and again, for as long as it belongs to the pool."""
         while not member.leaving:
@@ -278,11 +292,11 @@ class Pool:
             await member.wake.wait()
             return
         if member.version == release.version:
-            await confirm(server)
+            await self._way.confirm(server)
             return
         if not member.ready:
             await server.connect()
-        await bring_up(
+        await self._way.bring_up(
             server,
             release,
             swap=partial(self._swap, member),

@@ -13,13 +13,12 @@ from collections import deque
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from hintloop.rollout.engines.sim_model import SimModel, context_of, fold, hash_of
 from hintloop.rollout.engines.sim_plan import Fault, Faults, Plan
-from hintloop.rollout.vllm_extension import Fetcher, WorkerExtension, fetch, verify
+from hintloop.rollout.engines.sim_worker import SimWorker
 
 DEFAULT_LABEL = "default"
 """What vLLM calls the weights that it was started with."""
@@ -36,6 +35,8 @@ class Ask:
     """One request to sample."""
 
     request_id: str
+    model: SimModel | None
+    """The adapter that it named, which it keeps; None for the weights, which may change meanwhile."""
     token_ids: tuple[int, ...]
     max_tokens: int
     greedy: bool
@@ -63,50 +64,6 @@ class Answer:
         self.token_ids.append(token)
         self.logprobs.append(logprob)
         self.spans[-1]["end"] += 1
-
-
-class SimWorker(WorkerExtension):
-    """Holds the weights, as a vLLM worker does."""
-
-    def __init__(self, plan: Plan, faults: Faults, cache: Path, quit: Callable[[], None]) -> None:
-        self.model = SimModel()
-        self.broken = False
-        self._plan = plan
-        self._faults = faults
-        self._quit = quit
-        self._struck: str | None = None
-        self.hintloop_fetcher = Fetcher(partial(self._fetch, cache=cache))
-
-    def hintloop_load(self, version: int) -> dict[str, Any]:
-        """As in vLLM, with planned faults."""
-        fault = self._faults.strike("load")
-        self._struck = fault.kind if fault else None
-        if self._struck == "refuse_load":
-            return {"ok": False, "intact": True, "error": "planned: the load was refused"}
-        return super().hintloop_load(version)
-
-    def hintloop_apply(self, folder: Path, version: int) -> None:
-        """Take over the version in ``folder``."""
-        if self._struck == "break_load":
-            self.broken = True
-            raise RuntimeError("planned: the load broke off")
-        if self._struck != "stale_load":
-            self.model = SimModel.of(folder)
-
-    def hintloop_quit(self) -> dict[str, Any]:
-        """End the server."""
-        self._quit()
-        return {"ok": True}
-
-    def _fetch(self, uri: str, version: int, *, cache: Path) -> Path:
-        time.sleep(self._plan.fetch_ms / 1e3)
-        folder = fetch(uri, version, cache)
-        if self._faults.strike("fetch"):
-            damaged = next(path for path in sorted(folder.iterdir()) if path.suffix == ".safetensors")
-            content = damaged.read_bytes()
-            damaged.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
-            verify(folder)
-        return folder
 
 
 class SimEngine:
@@ -141,6 +98,10 @@ class SimEngine:
         self._moved = asyncio.Event()
         self._up_at = 0.0
         self._begin()
+
+    def close(self) -> None:
+        """Let go what the worker holds."""
+        self.worker.close()
 
     def _begin(self) -> None:
         self.worker = SimWorker(self.plan, self.faults, self._cache, self._quit)
@@ -228,7 +189,7 @@ class SimEngine:
 
     def _draw(self, ask: Ask, answer: Answer, size: int, context: int, seed: int) -> int:
         """Sample ``size`` tokens with the weights of this moment; the context after them."""
-        model, label, stop_after = self.worker.model, self.label, self.plan.stop_after
+        model, label, stop_after = ask.model or self.worker.model, self.label, self.plan.stop_after
         for _ in range(size):
             token = model.draw(context, seed, ask.stop_ids, stop_after)
             answer.add(token, model.logprob(context, token), label)
@@ -270,6 +231,7 @@ class SimEngine:
         self._start_anew(HANG_S)
 
     def _start_anew(self, seconds: float) -> None:
+        self.close()
         self._up_at = time.monotonic() + seconds
         self.restarts += 1
         self._begin()

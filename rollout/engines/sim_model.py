@@ -44,14 +44,17 @@ class SimModel:
     probe_logprobs: tuple[float, ...] = ()
 
     @classmethod
-    def of(cls, folder: Path) -> SimModel:
-        """The model in a fetched version. ``ValueError`` or ``OSError`` when it cannot be read."""
+    def of(cls, folder: Path, *, vocabulary: int = DEFAULT_VOCABULARY) -> SimModel:
+        """The model in a fetched version. ``ValueError`` or ``OSError`` when it cannot be read.
+
+        ``vocabulary`` is for a version that does not say how many token ids there are.
+        """
         manifest = Manifest.from_json((folder / MANIFEST).read_bytes())
         digests = "".join(entry.sha256 for _, entry in sorted(manifest.files.items()))
         probe = manifest.metadata.get("probe") or {"token_ids": [], "logprobs": []}
         return cls(
             key=hash_of(f"{manifest.version}:{digests}"),
-            vocabulary=_vocabulary(folder),
+            vocabulary=_vocabulary(folder, vocabulary),
             probe_ids=tuple(int(token) for token in probe["token_ids"]),
             probe_logprobs=tuple(probe["logprobs"]),
         )
@@ -84,11 +87,11 @@ def hash_of(text: str) -> int:
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little")
 
 
-def _vocabulary(folder: Path) -> int:
+def _vocabulary(folder: Path, default: int) -> int:
     path = folder / "config.json"
     if not path.is_file():
-        return DEFAULT_VOCABULARY
-    size = json.loads(path.read_text()).get("vocab_size", DEFAULT_VOCABULARY)
+        return default
+    size = json.loads(path.read_text()).get("vocab_size", default)
     if not isinstance(size, int) or size < 1:
         raise ValueError(f"config.json has no usable vocab_size: {size!r}")
     return size

@@ -59,8 +59,8 @@ class Fault(_Model):
     """``slow``: ``seconds`` late. ``error``: HTTP ``status``. ``drop``: the connection ends after ``tokens``.
     ``hang``: nothing more comes after ``tokens``. ``mislabel``: the answer names another version. ``restart``:
     after ``tokens`` the process starts anew, with no weights, ``seconds`` later. ``corrupt``: what was fetched
-    is not what was published. ``refuse_load``: the load fails before the model is touched. ``break_load``: it
-    fails half-way. ``stale_load``: it claims success and keeps the old weights."""
+    is not what was published. ``refuse_load``: the load, of an adapter too, or the transfer fails before the model is
+    touched. ``break_load``: it fails half-way. ``stale_load``: it claims success and keeps the old weights."""
     skip: int = Field(default=0, ge=0)
     """Calls that pass before it strikes."""
     times: int = Field(default=1, ge=0)
@@ -85,6 +85,8 @@ class Plan(_Model):
     """An answer ends by itself after about so many tokens."""
     stream_interval: int = Field(default=8, ge=1)
     """Tokens per piece of a streamed answer."""
+    vocabulary: int = Field(default=1000, ge=1)
+    """Token ids that there are, unless a version says it; an adapter does not."""
     max_requests: int = Field(default=256, ge=1)
     """Answered at the same time; more have to wait."""
     max_model_len: int = Field(default=32768, ge=2)

@@ -12,6 +12,7 @@ import contextlib
 import json
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable
+from functools import partial
 from typing import Any
 
 from pydantic import TypeAdapter
@@ -22,9 +23,11 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from hintloop.rollout.engines.sim import Answer, Ask, SimEngine
+from hintloop.rollout.engines.sim_model import SimModel
 from hintloop.rollout.engines.sim_plan import Fault, Plan
+from hintloop.rollout.engines.sim_worker import BACKEND, Refused
 from hintloop.rollout.engines.vllm import NEUTRAL
-from hintloop.rollout.vllm_server import LOGPROBS_MODE
+from hintloop.rollout.vllm_server import ADAPTER_SLOTS, LOGPROBS_MODE
 
 MODEL = "sim"
 MAX_BODY_BYTES = 16 * 1024 * 1024
@@ -44,6 +47,8 @@ def create_app(engine: SimEngine) -> Starlette:
                 return _error(413, "the request is too large")
             try:
                 return await handler(engine, request)
+            except Refused as error:
+                return _error(error.status, str(error))
             except (ValueError, KeyError, TypeError) as error:
                 return _error(400, f"{type(error).__name__}: {error}")
 
@@ -60,6 +65,10 @@ def create_app(engine: SimEngine) -> Starlette:
             route("/update_weight_version", update_weight_version),
             route("/weight_info", weight_info, "GET"),
             route("/collective_rpc", collective_rpc),
+            route("/v1/load_lora_adapter", load_lora_adapter),
+            route("/v1/unload_lora_adapter", unload_lora_adapter),
+            route("/get_world_size", world_size, "GET"),
+            *(route(f"/{step}", partial(transfer, step)) for step in TRANSFER),
             route("/health", health, "GET"),
             route("/metrics", metrics, "GET"),
             route("/v1/models", models, "GET"),
@@ -73,7 +82,8 @@ def create_app(engine: SimEngine) -> Starlette:
 async def generate(engine: SimEngine, request: Request) -> Response:
     """``POST /inference/v1/generate``: token ids in, token ids out, streamed or whole."""
     body = await request.json()
-    ask = _ask(body, engine.plan)
+    model = _named(engine, body)
+    ask = _ask(body, engine.plan, model)
     fault = engine.faults.strike("generate")
     if fault and fault.kind == "error":
         return _error(fault.status, "planned")
@@ -171,7 +181,15 @@ def _choice(answer: Answer, start: int) -> dict[str, Any]:
     }
 
 
-def _ask(body: dict[str, Any], plan: Plan) -> Ask:
+def _named(engine: SimEngine, body: dict[str, Any]) -> SimModel | None:
+    """The adapter that a request names; None for the weights."""
+    name = body.get("model") or MODEL
+    if name != MODEL and name not in engine.worker.adapters:
+        raise Refused(404, f"The model `{name}` does not exist.")
+    return engine.worker.adapters.get(name)
+
+
+def _ask(body: dict[str, Any], plan: Plan, model: SimModel | None) -> Ask:
     params = dict(body["sampling_params"])
     for name, neutral in NEUTRAL.items():
         if params.get(name, neutral) != neutral:
@@ -186,6 +204,7 @@ def _ask(body: dict[str, Any], plan: Plan) -> Ask:
     seed = params.get("seed")
     return Ask(
         request_id=str(body["request_id"]),
+        model=model,
         token_ids=token_ids,
         max_tokens=max_tokens,
         greedy=float(params.get("temperature", 1.0)) == 0.0,
@@ -197,7 +216,7 @@ def _ask(body: dict[str, Any], plan: Plan) -> Ask:
 def _prompt_logprobs(engine: SimEngine, body: dict[str, Any], ask: Ask) -> list[dict[str, Any] | None] | None:
     if body["sampling_params"].get("prompt_logprobs") is None:
         return None
-    scores = engine.worker.model.score(ask.token_ids)
+    scores = (ask.model or engine.worker.model).score(ask.token_ids)
     return [
         None,
         *(
@@ -255,6 +274,54 @@ async def collective_rpc(engine: SimEngine, request: Request) -> Response:
     return JSONResponse({"results": [result]})
 
 
+async def load_lora_adapter(engine: SimEngine, request: Request) -> Response:
+    """``POST /v1/load_lora_adapter``."""
+    body = await request.json()
+    await asyncio.sleep(engine.plan.load_ms / 1e3)
+    engine.worker.load_adapter(str(body["lora_name"]), str(body["lora_path"]))
+    return PlainTextResponse(f"Success: LoRA adapter '{body['lora_name']}' added successfully.")
+
+
+async def unload_lora_adapter(engine: SimEngine, request: Request) -> Response:
+    """``POST /v1/unload_lora_adapter``."""
+    name = str((await request.json())["lora_name"])
+    engine.worker.unload_adapter(name)
+    return PlainTextResponse(f"Success: LoRA adapter '{name}' removed successfully.")
+
+
+async def world_size(engine: SimEngine, request: Request) -> Response:
+    """``GET /get_world_size``."""
+    return JSONResponse({"world_size": 1})
+
+
+TRANSFER = (
+    "init_weight_transfer_engine",
+    "shutdown_weight_transfer_engine",
+    "start_weight_update",
+    "update_weights",
+    "finish_weight_update",
+)
+
+
+async def transfer(step: str, engine: SimEngine, request: Request) -> Response:
+    """A step of the weight transfer; the sender is ``hintloop.rollout.vllm_sender``."""
+    body = json.loads(await request.body() or b"{}")
+    worker = engine.worker
+    if step == "init_weight_transfer_engine":
+        await asyncio.to_thread(worker.init_transfer, body["init_info"])
+    elif step == "shutdown_weight_transfer_engine":
+        worker.end_transfer()
+    elif step == "start_weight_update":
+        worker.start_update()
+    elif step == "update_weights":
+        await asyncio.sleep(engine.plan.load_ms / 1e3)
+        await asyncio.to_thread(worker.update, body["update_info"])
+    else:
+        worker.finish_update()
+        engine.label = str(body.get("weight_version") or engine.label)
+    return JSONResponse({"message": step})
+
+
 async def health(engine: SimEngine, request: Request) -> Response:
     """``GET /health``: 200, or 503 when the engine is dead."""
     return Response(status_code=200 if engine.healthy else 503)
@@ -274,13 +341,20 @@ async def metrics(engine: SimEngine, request: Request) -> Response:
 async def models(engine: SimEngine, request: Request) -> Response:
     """``GET /v1/models``."""
     card = {"id": MODEL, "object": "model", "owned_by": "vllm", "max_model_len": engine.plan.max_model_len}
-    return JSONResponse({"object": "list", "data": [card]})
+    adapters = [
+        {**card, "id": name, "parent": MODEL, "max_model_len": None} for name in engine.worker.adapters
+    ]
+    return JSONResponse({"object": "list", "data": [{**card, "parent": None}, *adapters]})
 
 
 async def server_info(engine: SimEngine, request: Request) -> Response:
     """``GET /server_info?config_format=json``: the part of the configuration that matters to a client."""
-    model = {"logprobs_mode": LOGPROBS_MODE, "max_model_len": engine.plan.max_model_len}
-    return JSONResponse({"vllm_config": {"model_config": model}, "vllm_env": {}, "system_env": {}})
+    config = {
+        "model_config": {"logprobs_mode": LOGPROBS_MODE, "max_model_len": engine.plan.max_model_len},
+        "lora_config": {"max_loras": ADAPTER_SLOTS},
+        "weight_transfer_config": {"backend": BACKEND},
+    }
+    return JSONResponse({"vllm_config": config, "vllm_env": {}, "system_env": {}})
 
 
 async def show(engine: SimEngine, request: Request) -> Response:
@@ -288,6 +362,7 @@ async def show(engine: SimEngine, request: Request) -> Response:
     return JSONResponse(
         {
             "label": engine.label,
+            "adapters": list(engine.worker.adapters),
             "paused": engine.paused,
             "restarts": engine.restarts,
             "sampled": engine.sampled,

@@ -101,6 +101,7 @@ def in_thread(engine: SimEngine) -> Iterator[str]:
         finally:
             server.should_exit = True
             thread.join(STOP_S)
+            engine.close()
 
 
 _WAIT_AND_RUN = "import os, sys, time; time.sleep(float(sys.argv[1])); os.execv(sys.argv[2], sys.argv[2:])"

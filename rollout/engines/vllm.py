@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import math
 import uuid
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -70,24 +71,39 @@ class VllmServer:
     """Talks to one server. The HTTP client is shared and belongs to the caller; it is not to have timeouts."""
 
     def __init__(
-        self, url: str, client: httpx.AsyncClient, *, stop_ids: Sequence[int], patience: Patience
+        self,
+        url: str,
+        client: httpx.AsyncClient,
+        *,
+        stop_ids: Sequence[int],
+        patience: Patience,
+        by_name: bool = False,
     ) -> None:
-        """``stop_ids`` end an answer."""
+        """``stop_ids`` end an answer. ``by_name``: versions are adapters, and each request names the newest."""
         self.url = url.rstrip("/")
         self.standing = Standing()
+        self.config: dict[str, Any] = {}
+        """vLLM's configuration; known after ``connect``."""
+        self.in_use: Counter[str] = Counter()
+        """Requests that are not answered yet, by the adapter that they named."""
         self.max_length = 0
         """Tokens of prompt and answer together; known after ``connect``."""
         self._client = client
         self._generate = httpx.URL(self.url + GENERATE)
         self._stop_ids = list(stop_ids)
         self._patience = patience
+        self._by_name = by_name
 
     # Sampling
 
     async def sample(self, prompt_ids: Sequence[int], sampling: Sampling) -> Piece:
         """Send one request. ``ValueError`` when it cannot be sampled at all; other failures are in the piece."""
         body = self._body(prompt_ids, sampling)
-        stream = Stream(self.standing, body["sampling_params"]["max_tokens"], frozenset(self._stop_ids))
+        limit, adapter = body["sampling_params"]["max_tokens"], self.standing.name if self._by_name else ""
+        stream = Stream(self.standing, limit, frozenset(self._stop_ids), adapter=adapter)
+        if adapter:
+            body["model"] = adapter
+            self.in_use[adapter] += 1
         problem, gone = "", False
         try:
             await self._read(body, stream)
@@ -99,6 +115,8 @@ class VllmServer:
             problem, gone = str(error), True
         except ServerError as error:
             problem = str(error)
+        finally:
+            self.in_use -= Counter([adapter])
         piece = await stream.piece(problem or "the answer had no end", gone=gone)
         return piece if piece.finish_reason else replace(piece, problem=f"{self.url}: {piece.problem}")
 
@@ -132,6 +150,8 @@ class VllmServer:
         ):
             if response.status_code != 200:
                 await response.aread()
+                if response.status_code == 404 and "model" in body:
+                    raise BadAnswer(f"it has no adapter {body['model']}; was it started again?")
                 raise _refusal(response)
             async for event in events(response):
                 clock.reschedule(loop.time() + stall)
@@ -145,7 +165,8 @@ class VllmServer:
         info = await self._control("GET", "/server_info", params={"config_format": "json"})
         try:
             self.max_length = int(cards["data"][0]["max_model_len"])
-            mode = info["vllm_config"]["model_config"]["logprobs_mode"]
+            self.config = dict(info["vllm_config"])
+            mode = self.config["model_config"]["logprobs_mode"]
         except (KeyError, IndexError, TypeError, ValueError) as error:
             raise ServerError(f"{self.url}: not a vLLM server that can be used: {error!r}") from error
         if mode != LOGPROBS_MODE:
@@ -187,10 +208,33 @@ class VllmServer:
             raise ServerError(f"{self.url}: {method} answered {str(results)[:MAX_ERROR_CHARS]}")
         return results
 
-    async def score(self, token_ids: Sequence[int]) -> list[float]:
+    async def adapters(self) -> list[str]:
+        """The adapters that requests may name."""
+        cards = (await self._control("GET", "/v1/models")).get("data") or []
+        return [str(card["id"]) for card in cards if card.get("parent")]
+
+    async def load_adapter(self, name: str, path: str) -> None:
+        """Load an adapter from a folder of the server's machine, under a name that is new there."""
+        body = {"lora_name": name, "lora_path": path}
+        await self._control("POST", "/v1/load_lora_adapter", json=body, seconds=self._patience.load)
+
+    async def unload_adapter(self, name: str) -> None:
+        """Let no request name an adapter any more; those that do go on."""
+        await self._control("POST", "/v1/unload_lora_adapter", json={"lora_name": name})
+
+    async def world_size(self) -> int:
+        """How many workers it has."""
+        return int((await self._control("GET", "/get_world_size")).get("world_size") or 1)
+
+    async def transfer(self, step: str, body: dict[str, Any] | None = None) -> None:
+        """One step of vLLM's weight transfer: the route of that name."""
+        await self._control("POST", f"/{step}", json=body, seconds=self._patience.load)
+
+    async def score(self, token_ids: Sequence[int], *, adapter: str = "") -> list[float]:
         """Log-probability of each token after the first, at temperature 1, nats."""
         params = {"max_tokens": 1, "temperature": 0.0, "prompt_logprobs": 0, "detokenize": False}
         body = {"request_id": uuid.uuid4().hex, "token_ids": list(token_ids), "sampling_params": params}
+        body |= {"model": adapter} if adapter else {}
         # The first request that a server gets may take long.
         answer = await self._control("POST", GENERATE, json=body, seconds=self._patience.load)
         try:
@@ -210,7 +254,8 @@ class VllmServer:
                 response = await self._client.request(method, self.url + path, **options)
             if response.status_code != 200:
                 raise _refusal(response)
-            found = response.json() if response.content else {}
+            is_json = response.headers.get("content-type", "").startswith("application/json")
+            found = response.json() if is_json else {}
         except TimeoutError:
             raise ServerError(f"{self.url}: {path} was not answered within {seconds:g} s") from None
         except httpx.HTTPError as error:

@@ -13,8 +13,8 @@ from pydantic import ValidationError
 from safetensors.torch import load_file
 
 from hintloop.learner import checkpoint as checkpoints
-from hintloop.learner.adapters import plain_tensors
 from hintloop.learner.config import LearnerConfig
+from hintloop.learner.lora import plain_tensors
 from hintloop.learner.losses.corrections import Correction
 from hintloop.learner.losses.divergence import generalized_jsd
 from hintloop.learner.losses.sdpo import trust_region_logits

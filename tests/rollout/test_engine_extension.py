@@ -29,6 +29,7 @@ from hintloop.rollout.vllm_extension import (
     fetch,
     iter_tensors,
     packed_tied_heads,
+    read_config,
     read_layout,
     verify,
 )
@@ -113,7 +114,7 @@ def test_a_version_of_another_model_than_the_served_one_is_refused(worker: Worke
     answer = worker.hintloop_load(0)
     assert answer["intact"]
     assert "another model: its hidden_size is 128, and that of the version 64" in answer["error"]
-    check_sizes(tmp_path, worker.model_config.hf_config)  # a version that does not say
+    check_sizes(read_config(tmp_path), worker.model_config.hf_config)  # a version that does not say
 
 
 def test_a_version_with_other_tensors_is_refused_before_the_model_is_touched(
@@ -152,13 +153,13 @@ def test_only_the_allowed_place_is_fetched_from(
 
 def test_a_copy_that_was_damaged_on_the_disk_is_fetched_again(tmp_path: Path) -> None:
     uri = publish(tmp_path, 0).uri
-    folder = fetch(uri, 0, tmp_path / "cache")
+    folder = fetch(uri, 0, cache=tmp_path / "cache")
     path = folder / "model.safetensors"
     good = path.read_bytes()
     path.write_bytes(good[:-1] + bytes([good[-1] ^ 1]))
     with pytest.raises(DigestMismatch):
         verify(folder)
-    assert fetch(uri, 0, tmp_path / "cache") == folder
+    assert fetch(uri, 0, cache=tmp_path / "cache") == folder
     assert path.read_bytes() == good
     assert verify(folder).version == 0
 
@@ -167,7 +168,8 @@ def test_workers_that_share_a_cache_fetch_once_and_old_versions_go(tmp_path: Pat
     for version in range(KEPT_VERSIONS + 2):
         store = publish(tmp_path, version)
         threads = [
-            threading.Thread(target=fetch, args=(store.uri, version, tmp_path / "cache")) for _ in range(4)
+            threading.Thread(target=fetch, args=(store.uri, version), kwargs={"cache": tmp_path / "cache"})
+            for _ in range(4)
         ]
         for thread in threads:
             thread.start()
@@ -181,18 +183,18 @@ def test_what_no_run_uses_any_more_is_deleted(tmp_path: Path) -> None:
     for name in ("old", "new"):
         (tmp_path / name).mkdir()
     cache = tmp_path / "cache"
-    fetch(publish(tmp_path / "old", 0).uri, 0, cache)
+    fetch(publish(tmp_path / "old", 0).uri, 0, cache=cache)
     (before,) = cache.iterdir()
     long_ago = time.time() - 2 * STALE_S
     os.utime(before / ".lock", (long_ago, long_ago))
-    folder = fetch(publish(tmp_path / "new", 0).uri, 0, cache)
+    folder = fetch(publish(tmp_path / "new", 0).uri, 0, cache=cache)
     assert [path for path in cache.iterdir() if path.is_dir()] == [folder.parent]
 
 
 def test_a_fetch_that_is_overtaken_does_not_count() -> None:
     go_on = threading.Event()
 
-    def slow(uri: str, version: int) -> Path:
+    def slow(uri: str, version: int, under: str) -> Path:
         if version == 1:
             go_on.wait(10)
         return Path(f"v{version}")

@@ -4,130 +4,32 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import httpx
-import numpy as np
 import pytest
-from safetensors.numpy import save_file
 
-from hintloop.agent.engine import EngineError, Sample, Sampling
-from hintloop.replay.weights import WeightStore
+from hintloop.agent.engine import EngineError
 from hintloop.rollout.engines.pool import Pool
-from hintloop.rollout.engines.sim import SimEngine
-from hintloop.rollout.engines.sim_model import SimModel, context_of, fold
-from hintloop.rollout.engines.sim_plan import Fault, Plan, load_plan
-from hintloop.rollout.engines.sim_server import in_thread
+from hintloop.rollout.engines.sim_plan import Fault, load_plan
 from hintloop.rollout.engines.vllm import Patience
 from hintloop.rollout.vllm_extension import CACHE
 from hintloop.rollout.weights import WeightsRefused
 
-STOP = 99
-PROMPT = [3, 1, 4, 1, 5]
-GREEDY = 0.0
-DEADLINE_S = 20.0
-QUICK = Patience(
-    turn=10.0,
-    first=0.5,
-    stall=0.5,
-    connect=1.0,
-    control=2.0,
-    load=3.0,
-    fetch=5.0,
-    lag=1.0,
-    join=10.0,
-    poll=0.02,
-)
-
-
-@dataclass
-class World:
-    """Published weights, servers in this process, and a pool of them."""
-
-    folder: Path
-    engines: list[SimEngine] = field(default_factory=list)
-    urls: list[str] = field(default_factory=list)
-    models: dict[int, SimModel] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        self.store = WeightStore(self.folder / "weights")
-
-    def publish(self, version: int, *, scale: float = 1.0) -> None:
-        made = self.folder / "made"
-        made.mkdir(exist_ok=True)
-        save_file({"weight": np.full((8, 8), scale * (1 + version), np.float32)}, made / "model.safetensors")
-        (made / "config.json").write_text(json.dumps({"vocab_size": 90}))
-        probe = {"token_ids": [1, 2, 3], "logprobs": [-1.0 - version, -2.0]}
-        self.store.publish(version, made, metadata={"probe": probe})
-        self.models[version] = SimModel.of(self.fetched(version))
-
-    def fetched(self, version: int) -> Path:
-        return self.store.fetch(version, self.folder / "cache")
-
-    @contextlib.asynccontextmanager
-    async def pool(
-        self, *plans: Plan, patience: Patience = QUICK, roster: Path | None = None, load: bool = True
-    ) -> AsyncIterator[Pool]:
-        """A pool at version 0 on a server for each plan; everything within a deadline."""
-        with contextlib.ExitStack() as stack:
-            for plan in plans:
-                engine = SimEngine(plan, cache=self.folder / f"server{len(self.engines)}")
-                self.engines.append(engine)
-                self.urls.append(stack.enter_context(in_thread(engine)))
-            pool = Pool(
-                self.urls, weights_uri=self.store.uri, stop_ids=[STOP], patience=patience, roster=roster
-            )
-            try:
-                async with asyncio.timeout(DEADLINE_S):
-                    if load:
-                        self.publish(0)
-                        await pool.load_weights(self.fetched(0), 0)
-                    yield pool
-            finally:
-                await pool.close()
-
-    def greedy(self, count: int, version: int = 0) -> tuple[int, ...]:
-        """What greedy sampling of the prompt gives when nothing goes wrong."""
-        context = context_of(PROMPT)
-        ids: list[int] = []
-        while len(ids) < count and STOP not in ids:
-            ids.append(self.models[version].draw(context, 0, [STOP], NEVER_STOPS.stop_after))
-            context = fold(context, ids[-1])
-        return tuple(ids)
-
-    def check(self, sample: Sample) -> None:
-        """Each recorded log-probability is that of its token, in its context, under its version."""
-        context = context_of(PROMPT)
-        for token, logprob, version in zip(
-            sample.token_ids, sample.logprobs, sample.policy_versions, strict=True
-        ):
-            assert logprob == self.models[version].logprob(context, token)
-            context = fold(context, token)
-
-
-NEVER_STOPS = Plan(stop_after=10**15, token_ms=2, stream_interval=4)
-
-
-def planned(*faults: Fault, **changes: Any) -> Plan:
-    return NEVER_STOPS.model_copy(update={"fault": faults, **changes})
+from .world import DEADLINE_S, NEVER_STOPS, PROMPT, QUICK, STOP, World, all_ready, planned, sample, until
 
 
 @pytest.fixture
 def world(tmp_path: Path) -> World:
     return World(tmp_path)
-
-
-async def sample(pool: Pool, count: int, *, session: str = "s", temperature: float = GREEDY) -> Sample:
-    return await pool.generate(PROMPT, Sampling(temperature, count), session=session)
 
 
 @pytest.mark.parametrize(
@@ -292,17 +194,6 @@ def test_a_server_whose_load_fails_is_out_until_it_has_the_newest_version(world:
                 assert set(each.policy_versions) == {1}
 
     asyncio.run(run())
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    while not condition():  # noqa: ASYNC110 - what is waited for happens in another thread or process
-        await asyncio.sleep(0.01)
-
-
-async def all_ready(pool: Pool, version: int) -> None:
-    await until(
-        lambda: {(server["state"], server["version"]) for server in pool.servers()} == {("ready", version)}
-    )
 
 
 def test_a_version_that_no_server_reproduces_ends_the_run(world: World) -> None:

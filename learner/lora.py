@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
 from torch import Tensor
 
 from hintloop.learner.config import LearnerConfig
@@ -44,6 +47,29 @@ def plain_tensors(model: Any) -> dict[str, Tensor]:
         elif not any(name.startswith(f"{layer}.") for layer in adapted):
             plain[name] = tensor.detach()
     return plain
+
+
+def save_adapter(model: Any, folder: Path) -> None:
+    """Write the adapters alone, as PEFT does: ``adapter_config.json`` and ``adapter_model.safetensors``."""
+    layers = {name: layer for name, layer in model.named_modules() if hasattr(layer, "get_delta_weight")}
+    any_layer: Any = next(iter(layers.values()))
+    config = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "r": any_layer.r[ADAPTER],
+        "lora_alpha": any_layer.lora_alpha[ADAPTER],
+        "target_modules": sorted({name.rpartition(".")[2] for name in layers}),
+    }
+    tensors = {
+        f"base_model.model.{name}.{factor}.weight": getattr(layer, factor)[ADAPTER]
+        .weight.detach()
+        .contiguous()
+        for name, layer in layers.items()
+        for factor in ("lora_A", "lora_B")
+    }
+    folder.mkdir()
+    (folder / "adapter_config.json").write_text(json.dumps(config, indent=1))
+    save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
 
 
 def _persistent_buffers(model: Any) -> dict[str, Tensor]:
