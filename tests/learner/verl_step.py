@@ -1,18 +1,20 @@
 """Runs under a Python that has verl: one step of our channels through verl's own functions.
 
-``verl_step.py FOLDER``: reads ``journal`` and the models ``policy``, ``teacher`` and ``reference`` from the folder,
-and writes ``found.json``, and ``gradient.npy``, into it.
+``verl_step.py FOLDER EXAMPLE``: reads ``journal`` and the models ``student``, ``teacher`` and ``reference`` from the
+folder, runs the example on it, and writes ``found.json``, and ``gradient.npy``, into it.
 """
 
 from __future__ import annotations
 
 import json
+import runpy
 import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from torch.nn import functional
 from transformers import AutoModelForCausalLM
 from verl.trainer.config import AlgoConfig
 from verl.trainer.ppo import core_algos
@@ -45,15 +47,15 @@ ACTOR = FSDPActorConfig(
 )
 
 
-def main(folder: Path) -> None:
+def main(folder: Path, example: Path) -> None:
     """See above."""
-    models = {name: load(folder / name) for name in ("policy", "teacher", "reference")}
+    models = {name: load(folder / name) for name in ("student", "teacher", "reference")}
     groups = GroupSource(Journal(str(folder / "journal")), follow=False).take(1000)
     data = adapter.to_dataproto(groups)
     step = advantages(make_batch(data, models))
-    loss, metrics = trained(models["policy"], step)
+    loss, metrics = trained(models["student"], step)
     loss.backward()
-    gradient = torch.cat([p.grad.flatten().double() for p in models["policy"].parameters()])
+    gradient = torch.cat([p.grad.flatten().double() for p in models["student"].parameters()])
     np.save(folder / "gradient.npy", gradient.numpy())
     found = {
         "registered": all(function is not None for function in REGISTERED.values()),
@@ -70,6 +72,7 @@ def main(folder: Path) -> None:
         "moved": moved(data, models["teacher"]),
         "aligned": aligned(data),
         "refusals": refusals(data),
+        "example": runpy.run_path(str(example))["main"]([str(folder), "--lr", "1e-3"]),
     }
     (folder / "found.json").write_text(json.dumps(found))
 
@@ -79,14 +82,14 @@ def load(folder: Path) -> Any:
 
 
 def log_probs(model: Any, data: Any) -> torch.Tensor:
-    """(N, R) of the responses, each row without its padding."""
-    batch = data.batch
-    found = torch.zeros(batch["responses"].shape, dtype=torch.float64)
-    for row, values in enumerate(token_logprobs(model, data)):
-        count = int(batch["attention_mask"][row, batch["prompts"].shape[1] :].sum())
-        parts = [found[row, :0], values[len(values) - count - 1 : -1], found[row, count:]]
-        found = torch.cat([found[:row], torch.cat(parts)[None], found[row + 1 :]])
-    return found
+    """(N, R) of the responses."""
+    counts = data.batch["attention_mask"][:, data.batch["prompts"].shape[1] :].sum(-1).tolist()
+    width = data.batch["responses"].shape[1]
+    rows = [
+        functional.pad(values[-count - 1 : -1], (0, width - count))
+        for values, count in zip(token_logprobs(model, data), counts, strict=True)
+    ]
+    return torch.stack(rows)
 
 
 def token_logprobs(model: Any, data: Any) -> list[torch.Tensor]:
@@ -100,15 +103,17 @@ def token_logprobs(model: Any, data: Any) -> list[torch.Tensor]:
     return found
 
 
-def make_batch(data: Any, models: dict[str, Any], **options: Any) -> Any:
+def make_batch(data: Any, models: dict[str, Any]) -> Any:
     hints, pairs = adapter.hint_contexts(data), adapter.pair_responses(data)
     with torch.no_grad():
         return adapter.training_batch(
             data,
             hint_log_probs=log_probs(models["teacher"], hints),
-            pair_log_probs=log_probs(models["policy"], pairs),
+            pair_log_probs=log_probs(models["student"], pairs),
             pair_reference=log_probs(models["reference"], pairs),
-            **{"alpha_sdpo": ALPHA, "beta_replay": REPLAY, "dpo_beta": DPO_BETA, **options},
+            alpha_sdpo=ALPHA,
+            beta_replay=REPLAY,
+            dpo_beta=DPO_BETA,
         )
 
 
@@ -201,4 +206,4 @@ def refusals(data: Any) -> list[str]:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]), Path(sys.argv[2]))

@@ -1,4 +1,4 @@
-"""The real thing: vLLM on the CPU takes weights while it generates, and every token's record is exact.
+"""The real thing: vLLM on the CPU takes weights in each way while it generates, and every token's record is exact.
 
 ``HINTLOOP_VLLM_PYTHON`` names a Python with vLLM 0.32 or newer, ``fsspec`` and ``structlog``;
 ``containers/vllm-env`` makes one.
@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import socket
 import subprocess
@@ -21,8 +22,15 @@ import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from hintloop.agent.engine import Sample, Sampling
+from hintloop.learner.config import LearnerConfig
+from hintloop.learner.lora import add_lora, plain_tensors, save_adapter
 from hintloop.replay.weights import WeightStore
+from hintloop.rollout.engines import publish_direct
 from hintloop.rollout.engines.pool import Pool
+from hintloop.rollout.engines.publish import Way
+from hintloop.rollout.engines.publish_adapter import FOLDER, Adapter
+from hintloop.rollout.engines.publish_direct import Direct
+from hintloop.rollout.engines.vllm import VllmServer
 from hintloop.rollout.vllm_extension import CACHE
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
@@ -31,11 +39,8 @@ STOPS = list(range(100, 130))
 PROMPT = [5, 6, 11, 12, 13]
 
 
-@pytest.fixture(scope="module")
-def store(tmp_path_factory: pytest.TempPathFactory) -> WeightStore:
-    """Two versions of a model with a tied head, each with its probe."""
-    root = tmp_path_factory.mktemp("vllm")
-    store = WeightStore(root / "weights")
+def tiny_model() -> Any:
+    """A model with a tied head."""
     torch.manual_seed(0)
     sizes: dict[str, Any] = {
         "hidden_size": 128,
@@ -44,18 +49,37 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> WeightStore:
         "head_dim": 32,
     }
     heads: dict[str, Any] = {"num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embeddings": True}
-    model: Any = Qwen3ForCausalLM(Qwen3Config(vocab_size=1000, **sizes, **heads))
+    return Qwen3ForCausalLM(Qwen3Config(vocab_size=1000, **sizes, **heads))
+
+
+def publish_two(root: Path, model: Any) -> WeightStore:
+    """Two versions of what is trained of a model, each with its probe."""
+    store = WeightStore(root / "weights")
+    trained = [weight for weight in model.parameters() if weight.requires_grad]
     for version in (0, 1):
         if version:
             with torch.no_grad():
-                for weight in model.parameters():
+                for weight in trained:
                     weight.add_(0.02 * torch.randn_like(weight))
         folder = root / f"made{version}"
-        model.save_pretrained(folder)
+        model.save_pretrained(folder, state_dict=plain_tensors(model))
+        if len(trained) < len(list(model.parameters())):
+            save_adapter(model, folder / FOLDER)
         ids = list(range(5, 45))
         probe = {"token_ids": ids, "logprobs": logprobs(model, ids, 1.0)}
         store.publish(version, folder, metadata={"probe": probe})
     return store
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> WeightStore:
+    return publish_two(tmp_path_factory.mktemp("vllm"), tiny_model())
+
+
+@pytest.fixture(scope="module")
+def lora_store(tmp_path_factory: pytest.TempPathFactory) -> WeightStore:
+    model = add_lora(tiny_model(), LearnerConfig(lora_rank=4))
+    return publish_two(tmp_path_factory.mktemp("lora"), model)
 
 
 def logprobs(model: Any, ids: list[int], temperature: float) -> list[float]:
@@ -66,21 +90,26 @@ def logprobs(model: Any, ids: list[int], temperature: float) -> list[float]:
 
 
 @pytest.fixture(scope="module")
-def url(store: WeightStore, repository: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    folder = tmp_path_factory.mktemp("server")
-    (folder / "ns").mkdir()
-    (folder / "ns" / "hintloop").symlink_to(repository)
+def python_path(repository: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """For vLLM's Python, where nothing of ours is installed."""
+    folder = tmp_path_factory.mktemp("ns")
+    (folder / "hintloop").symlink_to(repository)
+    return f"{folder}:{Path(__file__).parent}"
+
+
+@contextlib.contextmanager
+def serving(folder: Path, model: Path, python_path: str, *more: str) -> Iterator[str]:
+    """A server; its URL."""
     with socket.create_server(("127.0.0.1", 0)) as sock:
         port = sock.getsockname()[1]
-    model = str(store.fetch(0, folder))
-    command = [os.environ["HINTLOOP_VLLM_PYTHON"], "-m", "hintloop.rollout.vllm_server", model]
+    command = [os.environ["HINTLOOP_VLLM_PYTHON"], "-m", "hintloop.rollout.vllm_server", str(model), *more]
     options = (
         f"--port {port} --max-model-len 1024 --max-num-seqs 16 --stream-interval 8 --skip-tokenizer-init"
     )
     command += options.split()
     env = os.environ | {
         "HF_HUB_OFFLINE": "1",
-        "PYTHONPATH": str(folder / "ns"),
+        "PYTHONPATH": python_path,
         CACHE: str(folder / "cache"),
     }
     with (folder / "log").open("w") as log:
@@ -115,31 +144,154 @@ def worst(store: WeightStore, cache: Path, prompt: list[int], sample: Sample, te
     return max(differences)
 
 
-def test_every_token_is_recorded_exactly_while_the_weights_change(
-    store: WeightStore, url: str, tmp_path: Path
-) -> None:
-    async def run() -> None:
-        ending = Pool([url], weights_uri=store.uri, stop_ids=STOPS)
-        endless = Pool([url], weights_uri=store.uri, stop_ids=[999])
-        async with asyncio.timeout(DEADLINE_S):
-            for pool in (ending, endless):
-                await pool.load_weights(store.fetch(0, tmp_path), 0)
-            for temperature in (1.0, 0.5, 0.0):
-                sample = await ending.generate(PROMPT, Sampling(temperature, 60), session="a")
-                assert (sample.token_ids[-1] in STOPS) == (sample.finish_reason == "stop")
-                assert worst(store, tmp_path, PROMPT, sample, temperature) < 1e-4
-            await ending.close()
-            prompts = [[5, 6, number] for number in range(20, 28)]
-            asked = [
-                asyncio.create_task(endless.generate(prompt, Sampling(1.0, 400), session=str(prompt)))
-                for prompt in prompts
-            ]
-            await asyncio.sleep(1.0)
-            await endless.load_weights(store.fetch(1, tmp_path), 1)
-            for prompt, sample in zip(prompts, await asyncio.gather(*asked), strict=True):
-                assert list(sample.policy_versions) == sorted(sample.policy_versions)
-                assert worst(store, tmp_path, prompt, sample, 1.0) < 1e-4
-                assert set(sample.policy_versions) == {0, 1} or len(sample.token_ids) < 400
-            await endless.close()
+async def check_every_token(url: str, store: WeightStore, cache: Path, way: type[Way] | None) -> None:
+    """What is sampled before, while and after the weights change is recorded as the versions give it."""
+    ways = [way() if way else None for _ in range(2)]
+    ending = Pool([url], weights_uri=store.uri, stop_ids=STOPS, way=ways[0])
+    endless = Pool([url], weights_uri=store.uri, stop_ids=[999], way=ways[1])
+    await ending.load_weights(store.fetch(0, cache), 0)
+    for temperature in (1.0, 0.5, 0.0):
+        sample = await ending.generate(PROMPT, Sampling(temperature, 60), session="a")
+        assert (sample.token_ids[-1] in STOPS) == (sample.finish_reason == "stop")
+        assert worst(store, cache, PROMPT, sample, temperature) < 1e-4
+    await ending.close()
+    await endless.load_weights(store.fetch(0, cache), 0)
+    prompts = [[5, 6, number] for number in range(20, 28)]
+    asked = [
+        asyncio.create_task(endless.generate(prompt, Sampling(1.0, 400), session=str(prompt)))
+        for prompt in prompts
+    ]
+    await asyncio.sleep(1.0)
+    await endless.load_weights(store.fetch(1, cache), 1)
+    spans = {0} if way is Adapter else {0, 1}
+    for prompt, sample in zip(prompts, await asyncio.gather(*asked), strict=True):
+        assert list(sample.policy_versions) == sorted(sample.policy_versions)
+        assert worst(store, cache, prompt, sample, 1.0) < 1e-4
+        assert set(sample.policy_versions) == spans or len(sample.token_ids) < 400
+    sample = await endless.generate(PROMPT, Sampling(1.0, 60), session="new")
+    assert set(sample.policy_versions) == {1}
+    assert worst(store, cache, PROMPT, sample, 1.0) < 1e-4
+    await endless.close()
 
-    asyncio.run(run())
+
+async def within_time(url: str, store: WeightStore, cache: Path, way: type[Way] | None) -> None:
+    async with asyncio.timeout(DEADLINE_S):
+        await check_every_token(url, store, cache, way)
+
+
+def test_every_token_is_recorded_exactly_while_the_weights_change(
+    store: WeightStore, python_path: str, tmp_path: Path
+) -> None:
+    with serving(tmp_path, store.fetch(0, tmp_path), python_path) as url:
+        asyncio.run(within_time(url, store, tmp_path, None))
+
+
+def test_every_token_is_recorded_exactly_while_adapters_come_and_go(
+    lora_store: WeightStore, python_path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tiny_model().save_pretrained(tmp_path / "base")
+    found: list[float] = []
+    score = VllmServer.score
+
+    async def kept(self: VllmServer, ids: Any, *, adapter: str = "") -> list[float]:
+        scores = await score(self, ids, adapter=adapter)
+        version = int(adapter[1:7])
+        model = Qwen3ForCausalLM.from_pretrained(lora_store.fetch(version, tmp_path), dtype=torch.float32)
+        found.append(max(abs(a - b) for a, b in zip(scores, logprobs(model, ids, 1.0), strict=True)))
+        return scores
+
+    monkeypatch.setattr(VllmServer, "score", kept)
+    with serving(tmp_path, tmp_path / "base", python_path, "--lora-rank", "4") as url:
+        asyncio.run(within_time(url, lora_store, tmp_path, Adapter))
+        cards = httpx.get(f"{url}/v1/models", timeout=5).json()["data"]
+    assert max(found) < 1e-5  # of the probe, against the learner's merged model
+    assert [card["id"][:7] for card in cards if card["parent"]][-1] == "v000001"
+
+
+TRANSFER = (
+    "--worker-extension-cls",
+    "sim_transfer.Extension",
+    "--weight-transfer-config",
+    '{"backend": "sim"}',
+)
+
+
+def test_every_token_is_recorded_exactly_while_weights_are_sent_and_a_broken_transfer_ends_the_server(
+    store: WeightStore, python_path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", python_path)  # the sender runs in vLLM's environment
+    ask, broken = publish_direct.Sender.ask, False
+
+    async def ask_and_break(self: publish_direct.Sender, what: str, seconds: float, **details: Any) -> Any:
+        nonlocal broken
+        if what == "send" and not broken:
+            broken = True
+            self._process.kill()
+        return await ask(self, what, seconds, **details)
+
+    async def break_once(url: str) -> None:
+        monkeypatch.setattr(publish_direct.Sender, "ask", ask_and_break)
+        pool = Pool([url], weights_uri=store.uri, stop_ids=[999], way=Direct())
+        async with asyncio.timeout(DEADLINE_S + START_S):
+            await pool.load_weights(store.fetch(0, tmp_path), 0)  # by a server that was started again
+            sample = await pool.generate(PROMPT, Sampling(1.0, 60), session="a")
+            assert worst(store, tmp_path, PROMPT, sample, 1.0) < 1e-4
+        await pool.close()
+
+    with serving(tmp_path, store.fetch(0, tmp_path), python_path, *TRANSFER) as url:
+        asyncio.run(within_time(url, store, tmp_path, Direct))
+        asyncio.run(break_once(url))
+    assert broken
+    assert "is started again" in (tmp_path / "log").read_text()
+
+
+NCCL = """
+import inspect, sys
+from pathlib import Path
+from types import SimpleNamespace
+import torch
+from vllm.distributed.weight_transfer import nccl_common, packed_tensor
+from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferUpdateInfo
+from hintloop.rollout.vllm_extension import iter_tensors
+from hintloop.rollout.vllm_sender import DTYPES, NcclLink
+
+assert all(isinstance(getattr(torch, name), torch.dtype) for name in DTYPES.values())
+link = NcclLink()
+info = nccl_common.NCCLWeightTransferInitInfo(**link.offer("127.0.0.1", 2))
+assert (info.world_size, info.rank_offset, info.packed) == (3, 1, True)
+
+met = []
+nccl_common.stateless_init_process_group = lambda *place: met.append(place) or SimpleNamespace(device="cpu")
+torch.accelerator.current_device_index = lambda: 0
+link.join()  # vLLM's own trainer_init, but for the group itself
+assert met == [(info.master_address, info.master_port, 0, 3, 0)]
+
+told = link.describe(Path(sys.argv[1]))
+NCCLWeightTransferUpdateInfo(**told)
+produce, got = packed_tensor.packed_nccl_broadcast_producer, {}
+
+def producer(**settings):  # vLLM's own packing and unpacking, but for the broadcast between them
+    inspect.signature(produce).bind(**settings)
+    size = settings["buffer_size_bytes"]
+    assert size == info.packed_buffer_size_bytes and settings["num_buffers"] == info.packed_num_buffers
+    kinds = [getattr(torch, name) for name in told["dtype_names"]]
+    chunk = packed_tensor.pack_tensors(settings["iterator"], settings["post_iter_func"], size)
+    got.update(packed_tensor.unpack_tensor(
+        chunk.packed_tensor, told["names"], told["shapes"], kinds, chunk.tensor_sizes))
+
+packed_tensor.packed_nccl_broadcast_producer = producer
+link.send()
+expected = dict(iter_tensors(Path(sys.argv[1])))
+assert got.keys() == expected.keys() and all(torch.equal(got[name], expected[name]) for name in got)
+print("all", len(got))
+"""
+
+
+def test_the_sender_calls_vllm_as_it_wants_to_be_called(
+    store: WeightStore, python_path: str, tmp_path: Path
+) -> None:
+    command = [os.environ["HINTLOOP_VLLM_PYTHON"], "-c", NCCL, str(store.fetch(0, tmp_path))]
+    env = os.environ | {"PYTHONPATH": python_path}
+    ran = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300, check=False)
+    assert ran.returncode == 0, ran.stderr[-3000:]
+    assert ran.stdout.split()[-2:] == ["all", "24"]
