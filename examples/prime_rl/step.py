@@ -43,7 +43,7 @@ def main(arguments: Sequence[str] | None = None) -> list[float]:
         results = [_loss(model, sample, settings) for sample in samples]
         optimizer.zero_grad()
         loss = torch.stack([result.loss for result in results]).sum() / tokens
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         optimizer.step()
         hinted = [r.metrics for r in results if r.metrics["hint/tokens"]]
         count = sum(float(m["hint/tokens"]) for m in hinted)
