@@ -26,13 +26,22 @@ ROOT = Path(__file__).parent.parent
 
 
 def _lacks_docker() -> str | None:
-    if shutil.which("docker") is None:
-        return "there is no docker command"
     if importlib.util.find_spec("docker") is None:
         return "there is no client for Docker; pip install 'hintloop[docker]'"
-    command = ["docker", "image", "inspect", "--format", "{{.Id}}", "hintloop-sandbox"]
-    asked = subprocess.run(command, capture_output=True, text=True, timeout=20, check=False)
-    return None if asked.returncode == 0 else f"no engine that has the image: {asked.stderr.strip()[-200:]}"
+    return _refused("image", "inspect", "--format", "{{.Id}}", "hintloop-sandbox")
+
+
+def _lacks_compose() -> str | None:
+    images = ("hintloop-sandbox", "hintloop-app", "hintloop-engine-cpu")
+    return _refused("compose", "version") or _refused("image", "inspect", "--format", "{{.Id}}", *images)
+
+
+def _refused(*words: str) -> str | None:
+    """Why the ``docker`` command does not do something; None when it does."""
+    if shutil.which("docker") is None:
+        return "there is no docker command"
+    asked = subprocess.run(["docker", *words], capture_output=True, text=True, timeout=20, check=False)
+    return None if asked.returncode == 0 else f"docker {words[0]}: {asked.stderr.strip()[-200:]}"
 
 
 def _lacks_vllm() -> str | None:
@@ -56,6 +65,7 @@ def _lacks_time() -> str | None:
 
 TIERS: dict[str, Callable[[], str | None]] = {
     "docker": cache(_lacks_docker),
+    "compose": cache(_lacks_compose),
     "vllm": cache(_lacks_vllm),
     "gpu": cache(_lacks_gpu),
     "slow": _lacks_time,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import subprocess
 import time
 from collections.abc import Callable
@@ -17,17 +16,6 @@ import pytest
 
 ROOT = Path(__file__).parent.parent.parent
 UP_S, RUN_S, DOWN_S = 300.0, 420.0, 120.0
-
-
-def need(*images: str) -> None:
-    """Skip where Compose or an image is missing."""
-    if shutil.which("docker") is None:
-        pytest.skip("there is no docker command")
-    if subprocess.run(["docker", "compose", "version"], capture_output=True, timeout=30).returncode:
-        pytest.skip("there is no Compose v2; .ci/compose gets it")
-    for image in images:
-        if subprocess.run(["docker", "image", "inspect", image], capture_output=True, timeout=30).returncode:
-            pytest.skip(f"there is no image {image}; containers/build makes it")
 
 
 @dataclass

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from .composed import ROOT, Project, docker, inspect, need
+from .composed import ROOT, Project, docker, inspect
 
 SMALL = (
     "rollout.group_size=4",
@@ -25,8 +25,6 @@ SMALL = (
     "learner.grad_norm_every=2",
 )
 PROFILES = ("cpu", "gpu", "teachers-demo", "minio")
-IMAGES = ("hintloop-app", "hintloop-sandbox")
-VLLM = "hintloop-engine-cpu"
 VARIABLE = re.compile(r"\$\{([A-Z0-9_]+)[:}]|^ +([A-Z][A-Z0-9_]+):(?: #|$)", re.MULTILINE)
 
 
@@ -64,10 +62,9 @@ def trained_groups(project: Project) -> list[str]:
 # The file itself
 
 
-@pytest.mark.docker
+@pytest.mark.compose
 @pytest.mark.parametrize("profiles", [(), *((name,) for name in PROFILES), PROFILES])
 def test_the_file_is_valid(project: Project, profiles: tuple[str, ...]) -> None:
-    need()
     chosen = [word for name in profiles for word in ("--profile", name)]
     project.env["COMPOSE_PROFILES"] = ""
     found = json.loads(project.compose(*chosen, "config", "--format", "json"))
@@ -96,11 +93,10 @@ def test_every_variable_is_described() -> None:
 # The loop
 
 
-@pytest.mark.docker
+@pytest.mark.compose
 @pytest.mark.slow
 def test_the_loop_runs_ends_and_leaves_nothing(project: Project) -> None:
     """With vLLM, and two environment servers."""
-    need(*IMAGES, VLLM)
     use_vllm(project)
     project.env["HINTLOOP_SETTINGS"] = settings(4)
     project.up("--scale", "env=2")
@@ -122,11 +118,10 @@ def test_the_loop_runs_ends_and_leaves_nothing(project: Project) -> None:
     assert project.left() == []
 
 
-@pytest.mark.docker
+@pytest.mark.compose
 @pytest.mark.slow
 def test_each_service_may_be_killed_once(project: Project) -> None:
     """With the rollout process's own engine. The run is stopped in the middle, too, and taken up again."""
-    need(*IMAGES)
     if os.geteuid() != 0:
         pytest.skip("killing a container's process from outside takes root")
     project.env["HINTLOOP_SETTINGS"] = settings(6)
@@ -165,11 +160,10 @@ def store() -> Iterator[str]:
     server.stop()
 
 
-@pytest.mark.docker
+@pytest.mark.compose
 @pytest.mark.slow
 def test_learner_and_rollout_side_meet_at_a_store_only(store: str) -> None:
     """As on two hosts: networks, run folders and Docker projects of their own."""
-    need(*IMAGES)
     learner, player = (make(name, "containers/outside.yaml") for name in ("learner", "player"))
     for project in (learner, player):
         project.env |= {
