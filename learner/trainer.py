@@ -29,6 +29,7 @@ from hintloop.learner.losses.preference import dpo, response_logps
 from hintloop.learner.losses.sdpo import trust_region
 from hintloop.learner.models import SideWeights, Weights, backbone_states, reading
 from hintloop.learner.packing import Packed, require_masks
+from hintloop.learner.sharding import placement, whole
 from hintloop.learner.stats import StepStats
 from hintloop.learner.tensors import MicroBatch, states_at
 
@@ -57,6 +58,7 @@ class ThreeChannelTrainer(GRPOTrainer):
         self.learner_config = config
         self.student = model
         self.side = side
+        self._placement = placement(model)
         self._weights = {"grpo": 1.0, "sdpo": config.alpha_sdpo, "dpo": config.beta_replay}
         self._batches = batches
         self._stats = StepStats()
@@ -84,9 +86,10 @@ class ThreeChannelTrainer(GRPOTrainer):
         def micro_batches() -> Iterator[dict[str, MicroBatch]]:
             for batch in self._batches:
                 due = self.learner_config.grad_norm_every
-                measured = bool(due) and self.state.global_step % due == 0
+                measured = bool(due) and self.state.global_step % due == 0 and self._placement.measures_channels
                 self._stats = StepStats(measured and _channels(batch) > 1)
-                yield from ({"micro_batch": micro} for micro in batch.micro_batches[rank::ranks])
+                mine = self._placement.parts(batch.micro_batches, rank, ranks)
+                yield from ({"micro_batch": micro} for micro in mine)
             self.control.should_training_stop = True
 
         return Once(micro_batches())
@@ -107,24 +110,33 @@ class ThreeChannelTrainer(GRPOTrainer):
 
     def _compute_loss(self, model: Any, inputs: Any) -> Tensor:
         self._metrics["train"].clear()  # TRL's own lists, which only its log would empty
-        losses = dict(self._channel_losses(inputs))
+        if not len(inputs.student):
+            return torch.zeros((), device=self.accelerator.device, requires_grad=True)
+        hidden = self._hidden(inputs.student, self._placement.student())
+        losses = dict(self._channel_losses(inputs, hidden))
         weighted = [self._weights[channel] * loss for channel, loss in losses.items()]
-        parameters = self._parameters()
         self._stats.add_losses(losses)
-        self._stats.add_gradients(dict(zip(losses, weighted, strict=True)), parameters)
-        return torch.stack(weighted).sum() if weighted else parameters[0].sum() * 0.0
+        self._stats.add_gradients(dict(zip(losses, weighted, strict=True)), self._parameters())
+        return torch.stack(weighted).sum() if weighted else hidden.sum() * 0.0
 
-    def _channel_losses(self, batch: MicroBatch) -> Iterator[tuple[str, Tensor]]:
-        """Losses, before their weights, of the channels that have something in this micro-batch."""
-        if not len(batch.student):
-            return
-        hidden = self._hidden(batch.student)
+    def _channel_losses(self, batch: MicroBatch, hidden: Tensor) -> Iterator[tuple[str, Tensor]]:
+        """Losses, before their weights, of the channels that have something in this micro-batch.
+
+        A pass with rows of which nothing is read is there for the sake of other processes, which have something.
+        """
         if bool(batch.trained.any()):
             yield "grpo", self._grpo_loss(batch, hidden)
         if len(batch.student_index):
             yield "sdpo", self._hint_loss(batch, hidden)
+        elif len(batch.teacher):
+            self._teacher(batch)
         if batch.pairs:
             yield "dpo", self._preference_loss(batch, hidden)
+        elif len(batch.reference):
+            self._reference(batch)
+
+    def _head(self) -> Head:
+        return Head.of(self.student, self._placement.student())
 
     def _parameters(self) -> list[Tensor]:
         return [p for p in self.student.parameters() if p.requires_grad]
@@ -143,7 +155,7 @@ class ThreeChannelTrainer(GRPOTrainer):
     def _grpo_loss(self, batch: MicroBatch, hidden: Tensor) -> Tensor:
         """TRL's loss of this micro-batch, as its share of the loss of the whole step."""
         mask, targets = batch.trained[:, 1:], batch.student.ids[:, 1:]
-        logps, entropies = Head.of(self.student).logprobs(
+        logps, entropies = self._head().logprobs(
             hidden[:, :-1][mask], targets[mask], temperature=self.temperature, entropy=True
         )
         assert entropies is not None, "asked for"
@@ -219,13 +231,12 @@ class ThreeChannelTrainer(GRPOTrainer):
 
     def _hint_loss(self, batch: MicroBatch, hidden: Tensor) -> Tensor:
         config = self.learner_config
-        with reading(self.student):
-            hinted, teacher_head = self._teacher(batch)
+        hinted, teacher_head = self._teacher(batch)
         states = states_at(hidden, batch.student_index)
         divergence = fused_generalized_jsd(
             states,
             hinted,
-            Head.of(self.student),
+            self._head(),
             teacher_head,
             beta=config.jsd_beta,
             temperature=config.distill_temperature,
@@ -240,9 +251,7 @@ class ThreeChannelTrainer(GRPOTrainer):
         Each site is a sequence of its own, whose failing call counts as one with a negative advantage.
         """
         with torch.no_grad():
-            logps, _ = Head.of(self.student).logprobs(
-                states, batch.site_targets, temperature=self.temperature
-            )
+            logps, _ = self._head().logprobs(states, batch.site_targets, temperature=self.temperature)
         known, against = batch.site_logprobs.isfinite(), -torch.ones(1, device=states.device)
         parts = [
             torch.split(values, list(batch.site_lengths)) for values in (logps, batch.site_logprobs, known)
@@ -257,22 +266,30 @@ class ThreeChannelTrainer(GRPOTrainer):
         """(K, H') states of the hinted contexts at the compared tokens, and the head that reads them."""
 
         def states(weights: Weights | None) -> tuple[Tensor, Head]:
-            hinted = states_at(self._hidden(batch.teacher, weights), batch.teacher_index)
-            return hinted, Head.of(self.student, weights)
+            return self._read(batch.teacher, batch.teacher_index, weights)
 
         if self.learner_config.teacher != "trust_region":
             return states(self.side.teacher)
         return trust_region(*states(self.side.teacher), *states(None), self.learner_config.teacher_rate)
 
+    def _reference(self, batch: MicroBatch) -> tuple[Tensor, Head]:
+        """(N, H) states of the responses, and the head that reads them."""
+        assert self.side.reference is not None, "pairs without a reference"
+        return self._read(batch.reference, batch.pair_reference_index, self.side.reference)
+
+    def _read(self, rows: Packed, index: Tensor, weights: Weights | None) -> tuple[Tensor, Head]:
+        """States at an index (N, 2), and their head, of what the student is with other weights; no gradient."""
+        with reading(self.student), self._placement.side(weights) as held:
+            return states_at(self._hidden(rows, held), index), Head.of(self.student, held)
+
     def _preference_loss(self, batch: MicroBatch, hidden: Tensor) -> Tensor:
-        config, weights = self.learner_config, self.side.reference
-        assert weights is not None, "pairs without a reference"
+        config = self.learner_config
         responses = (batch.pair_targets, batch.pair_response, batch.pairs)
         states = states_at(hidden, batch.pair_student_index)
-        chosen, rejected = response_logps(Head.of(self.student), states, *responses)
-        with reading(self.student):
-            states = states_at(self._hidden(batch.reference, weights), batch.pair_reference_index)
-            reference = response_logps(Head.of(self.student, weights), states, *responses)
+        chosen, rejected = response_logps(self._head(), states, *responses)
+        states, head = self._reference(batch)
+        with torch.no_grad():
+            reference = response_logps(head, states, *responses)
         result = dpo(
             chosen,
             rejected,
@@ -291,19 +308,13 @@ class ThreeChannelTrainer(GRPOTrainer):
         Without a finite gradient or any channel the weights stay as they are.
         """
         if self.accelerator.num_processes > 1:
-            self._add_up_gradients()
+            self._placement.add_up()
             self._stats = StepStats.merged(gather_object([self._stats]))
-        norm = super()._clip_grad_norm(model)  # type: ignore[no-untyped-call]
+        norm = whole(super()._clip_grad_norm(model))  # type: ignore[no-untyped-call]
         self._stats.end(float(norm))
         if self._stats.nothing_to_learn:
             model.zero_grad(set_to_none=True)  # zero gradients would still move the weights by momentum
         return norm
-
-    def _add_up_gradients(self) -> None:
-        for parameter in self._parameters():
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
-            torch.distributed.all_reduce(parameter.grad)
 
 
 class _MovingAverage(TrainerCallback):

@@ -43,6 +43,7 @@ ENV = {"VLLM_NO_USAGE_STATS": "1"}  # nothing is told to its makers
 CPU_ENV = {
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # else all servers of a machine compute on the same cores
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # a process less, which is for threads that are bound
+    "TORCHDYNAMO_DISABLE": "1",  # it compiles some functions all the same, for which an image has no compiler
 }
 ADAPTER_SLOTS = 3
 """Adapters that requests may use at the same time: of this version, the one before, and one that is being loaded."""
@@ -50,6 +51,8 @@ ADAPTER_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """Largest ranks that vLLM can be told."""
 ADAPTER_ENV = {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"}
 POLL_S = 0.2
+SILENT_S = 120.0
+"""How long a server that was ready may not answer: one whose engine is dead may hang instead of ending."""
 PAUSE_S = 2.0
 """Before it is started again."""
 STOP_S = 30.0
@@ -137,11 +140,17 @@ def keep_up(start: Callable[[], subprocess.Popen[bytes]], answers: Callable[[], 
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: stop.set())
     while True:
-        process, ready = start(), False
+        process, ready, heard = start(), False, time.monotonic()
         while not _ended(process) and not stop.wait(POLL_S):
-            if not ready and answers():
-                ready = True
-                _say(f"{name} is ready")
+            if ready and time.monotonic() - heard < SILENT_S / 4:
+                continue
+            if answers():
+                if not ready:
+                    _say(f"{name} is ready")
+                ready, heard = True, time.monotonic()
+            elif ready and time.monotonic() - heard > SILENT_S:
+                _say(f"{name} has not answered for {SILENT_S:g} s")
+                break
         code = _end(process)
         if stop.is_set():
             return 0

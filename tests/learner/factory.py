@@ -16,7 +16,7 @@ VOCABULARY = 48
 
 
 def tiny_model(
-    seed: int = 0, vocabulary: int = VOCABULARY, hidden: int = 32, layers: int = 2
+    seed: int = 0, vocabulary: int = VOCABULARY, hidden: int = 32, layers: int = 2, *, tied: bool = True
 ) -> Qwen3ForCausalLM:
     """A Qwen3 with random weights; the default has about 20,000 of them."""
     torch.manual_seed(seed)
@@ -29,7 +29,7 @@ def tiny_model(
         num_key_value_heads=2,
         head_dim=hidden // 4,
         max_position_embeddings=1024,
-        tie_word_embeddings=True,
+        tie_word_embeddings=tied,
         initializer_range=0.1 if hidden < 64 else 0.02,
         bos_token_id=None,
         eos_token_id=1,

@@ -13,6 +13,7 @@ from transformers import TrainerCallback
 from hintloop.learner.batch import BatchRules, build_step
 from hintloop.learner.config import LearnerConfig
 from hintloop.learner.models import SideWeights, make_optimizer
+from hintloop.learner.sharding import whole
 from hintloop.learner.trainer import ThreeChannelTrainer
 from hintloop.replay.episode import Episode
 
@@ -33,7 +34,10 @@ class Record(TrainerCallback):
         parameters = self.trainer.model.parameters()
         self.gradients.append(
             torch.cat(
-                [(torch.zeros_like(p) if p.grad is None else p.grad).flatten().double() for p in parameters]
+                [
+                    whole(torch.zeros_like(p) if p.grad is None else p.grad).flatten().double()
+                    for p in parameters
+                ]
             )
         )
 

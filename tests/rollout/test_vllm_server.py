@@ -31,7 +31,7 @@ KEEPER = """
 import subprocess, sys
 from functools import partial
 from hintloop.rollout import vllm_server as it
-it.PAUSE_S = 0.1
+it.PAUSE_S, it.SILENT_S, it.STOP_S = 0.1, 3.0, 3.0
 url = f"http://127.0.0.1:{sys.argv[2]}"
 start = partial(it.start, [sys.executable, "-c", *sys.argv[1:]], {})
 sys.exit(it.keep_up(start, partial(it.answers, url), name=url))
@@ -89,6 +89,24 @@ def test_a_killed_server_is_started_again_and_nothing_outlives_the_command(
             ):  # a command that is killed can but tell vLLM to end, which then ends its own
                 assert process.wait(30) == 0
                 assert not alive(starts(pids)[1][1])
+        finally:
+            process.kill()
+            for pid in (pid for start in starts(pids) for pid in start if alive(pid)):
+                os.kill(pid, signal.SIGKILL)
+
+
+def test_a_server_that_hangs_is_started_again(port: int, tmp_path: Path) -> None:
+    pids = tmp_path / "pids"
+    with keeper(FAKE, port, pids) as process:
+        try:
+            until(lambda: len(starts(pids)) == 1 and vllm_server.answers(f"http://127.0.0.1:{port}"))
+            time.sleep(2 * vllm_server.POLL_S)
+            server = starts(pids)[0][0]
+            os.kill(server, signal.SIGSTOP)
+            until(lambda: len(starts(pids)) == 2)
+            assert not alive(server)
+            process.terminate()
+            assert process.wait(30) == 0
         finally:
             process.kill()
             for pid in (pid for start in starts(pids) for pid in start if alive(pid)):
