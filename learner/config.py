@@ -105,6 +105,9 @@ class LearnerConfig(BaseModel):
     0 for never."""
     activation_checkpointing: bool = False
     """Compute activations twice rather than keep them: less memory, more time."""
+    sharded: bool = False
+    """Give each of several processes a part of every parameter, of the optimizer and of teacher and reference (FSDP2),
+    in place of all of them. The channels' own gradient norms are not measured then."""
     idle_timeout_s: float = Field(600.0, gt=0)
     """Seconds without a new group after which a learner on a live journal gives up."""
     threads: int = Field(1, ge=1)

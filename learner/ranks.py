@@ -15,12 +15,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 from transformers import AutoTokenizer
 
 from hintloop.learner.batch import StepBatch
 from hintloop.learner.config import LearnerConfig
 from hintloop.learner.models import SideWeights, Weights, hold, load_model, make_optimizer
+from hintloop.learner.sharding import gathered, is_sharded, map_tensors, outline, scattered, shard
 from hintloop.learner.trainer import ThreeChannelTrainer
 
 ALIVE_SECONDS = 10.0
@@ -58,6 +58,8 @@ class Ranks:
         self.count = int(os.environ.get("WORLD_SIZE", "1"))
         self._sent = time.monotonic()
         self._changed: Trained | None = None
+        self._trained: Trained | None = None
+        self._whole: Trained | None = None
         self._stopped = False
         self._result: Any = None
 
@@ -66,9 +68,24 @@ class Ranks:
         """Whether this is the process that decides."""
         return self.index == 0
 
-    def begin(self, trained: Trained) -> None:
-        """To be called by the leader before it trains, if it does; the others take its state over."""
-        self._send_state(trained)
+    def begin(self, trained: Trained, whole: Trained) -> None:
+        """To be called by the leader before it trains, if it does; all take over the state of ``whole``.
+
+        That is ``trained`` itself, or else what of all processes' parts of it are gathered in.
+        """
+        if trained is whole:
+            self._send_state(trained)
+            return
+        self._trained, self._whole = trained, whole
+        state = whole.state()
+        self._send("state", outline(state))
+        trained.load(scattered(state, trained.model))
+
+    def gather(self) -> None:
+        """Bring the whole up to date with the parts that processes train, if these have begun."""
+        if self._trained and self._whole:
+            self._send("gather", None)
+            self._whole.load(gathered(self._trained.state(), keep=True))
 
     def lead(self, batches: Iterable[StepBatch], step: Callable[[], int]) -> Iterator[StepBatch]:
         """The batches, each sent to the others with the steps before it, and then used."""
@@ -105,7 +122,8 @@ class Ranks:
         if kind == "end":
             self._result = content
             return False
-        trained.load(content)
+        self._trained = trained
+        trained.load(scattered(content, trained.model) if is_sharded(trained.model) else content)
         return True
 
     def follow(self, trained: Trained, begin: Callable[[int], None]) -> Iterator[StepBatch]:
@@ -129,7 +147,7 @@ class Ranks:
 
     def _send_state(self, trained: Trained) -> None:
         if self.count > 1:
-            self._send("state", _on_cpu(trained.state()))
+            self._send("state", map_tensors(lambda tensor: tensor.cpu(), trained.state()))
 
     def _send(self, kind: str, content: Any) -> None:
         if self.count > 1:
@@ -137,34 +155,39 @@ class Ranks:
             torch.distributed.broadcast_object_list([(kind, content)], src=0)
 
     def _receive(self) -> tuple[str, Any]:
-        message: list[Any] = [None]
-        torch.distributed.broadcast_object_list(message, src=0)
-        kind, content = message[0]
-        return kind, content
+        while True:
+            message: list[Any] = [None]
+            torch.distributed.broadcast_object_list(message, src=0)
+            kind, content = message[0]
+            if kind != "gather":
+                return kind, content
+            assert self._trained, "gathered before anything was trained"
+            gathered(self._trained.state(), keep=False)
+
+
+def load_parts(student: Path, config: LearnerConfig) -> tuple[Trained, SideWeights]:
+    """What a run begins with as one of several processes trains it, and the weights beside it."""
+    model = load_model(student, config)
+    if config.sharded:
+        shard(model)
+    side = SideWeights.of(model, config)
+    return Trained(
+        model, make_optimizer(model, config), side.teacher if config.teacher == "ema" else None
+    ), side
 
 
 def follow_leader(ranks: Ranks, student: Path, config: LearnerConfig) -> Any:
     """Make the steps that the leading process makes; gives what it ended with."""
-    model = load_model(student, config)
-    optimizer, side = make_optimizer(model, config), SideWeights.of(model, config)
-    trained = Trained(model, optimizer, side.teacher if config.teacher == "ema" else None)
+    trained, side = load_parts(student, config)
     trainer = ThreeChannelTrainer(
-        model,
+        trained.model,
         AutoTokenizer.from_pretrained(student, local_files_only=True),
         config.model_copy(update={"steps": sys.maxsize}),  # the leader says when to stop
         ranks.follow(trained, lambda step: setattr(trainer.state, "global_step", step)),
         side=side,
-        optimizer=optimizer,
+        optimizer=trained.optimizer,
         output_dir=Path("unused"),
     )
     if ranks.begins(trained):
         trainer.train()
     return ranks.result()
-
-
-def _on_cpu(state: Any) -> Any:
-    if isinstance(state, Tensor):
-        return state.cpu()
-    if isinstance(state, dict):
-        return {key: _on_cpu(value) for key, value in state.items()}
-    return state

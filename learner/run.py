@@ -24,7 +24,7 @@ from hintloop.learner.batch import BatchRules, StepBatch, build_step
 from hintloop.learner.config import LearnerConfig
 from hintloop.learner.models import SideWeights, Weights, holding, load_model, make_optimizer, probe
 from hintloop.learner.progress import Heartbeat, Records
-from hintloop.learner.ranks import Ranks, Trained, follow_leader
+from hintloop.learner.ranks import Ranks, Trained, follow_leader, load_parts
 from hintloop.learner.replicas.config import ReplicasConfig
 from hintloop.learner.replicas.replica import Replica
 from hintloop.learner.replicas.share import ShareSource
@@ -121,19 +121,22 @@ class _Learner:
         self._model = found.load(student, config) if found else load_model(student, config)
         self._optimizer = make_optimizer(self._model, config)
         self._side = SideWeights.of(load_model(student, config) if found else self._model, config)
+        self._trained = self._whole = Trained(self._model, self._optimizer, self._moving_teacher)
+        side = self._side
+        if config.sharded and ranks.count > 1:
+            self._trained, side = load_parts(student, config)
         self._trainer = ThreeChannelTrainer(
-            self._model,
+            self._trained.model,
             AutoTokenizer.from_pretrained(student, local_files_only=True),
             config,
             ranks.lead(self._batches(), lambda: self._step),
-            side=self._side,
-            optimizer=self._optimizer,
+            side=side,
+            optimizer=self._trained.optimizer,
             output_dir=run_dir / "checkpoints",
             callbacks=[_Steps(self, ranks)],
         )
         if found:
             found.restore(self._optimizer, self._moving_teacher)
-        self._trained = Trained(self._model, self._optimizer, self._moving_teacher)
         self._resume(found, journal)
 
     def _resume(self, found: checkpoints.Checkpoint | None, journal: Journal) -> None:
@@ -194,7 +197,7 @@ class _Learner:
             self._commit_again(final=False)  # there is more to do than the earlier process was told
         with self._replica.loop if self._replica else nullcontext():
             if not self._over():
-                self._ranks.begin(self._trained)
+                self._ranks.begin(self._trained, self._whole)
                 self._trainer.train()
         reason = self._reason or self._over() or "journal_end"
         final = reason in FINISHED
@@ -348,6 +351,7 @@ class _Learner:
     def _commit(self, *, final: bool) -> None:
         """Checkpoint first, then publish."""
         before = time.monotonic()
+        self._ranks.gather()
         average = self._moving_teacher if final and self._config.average_last else None
         if self._replica:
             average = self._replica.global_weights()

@@ -75,6 +75,8 @@ class ThreeChannelTrainer(GRPOTrainer):
             callbacks=[_MovingAverage(self), *(callbacks or [])],
         )
         self.remove_callback(PrinterCallback)
+        # TRL's loss gathers metrics that nobody reads, and a process without the channel would not be there.
+        self.accelerator.gather = self.accelerator.reduce = lambda tensor, **_: tensor
         for weights in (side.teacher, side.reference):
             if weights is not None:
                 weights.update({name: value.to(self.accelerator.device) for name, value in weights.items()})
@@ -86,7 +88,9 @@ class ThreeChannelTrainer(GRPOTrainer):
         def micro_batches() -> Iterator[dict[str, MicroBatch]]:
             for batch in self._batches:
                 due = self.learner_config.grad_norm_every
-                measured = bool(due) and self.state.global_step % due == 0 and self._placement.measures_channels
+                measured = (
+                    bool(due) and self.state.global_step % due == 0 and self._placement.measures_channels
+                )
                 self._stats = StepStats(measured and _channels(batch) > 1)
                 mine = self._placement.parts(batch.micro_batches, rank, ranks)
                 yield from ({"micro_batch": micro} for micro in mine)

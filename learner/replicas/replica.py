@@ -245,6 +245,8 @@ def _require_fitting(config: ReplicasConfig, learner: LearnerConfig) -> None:
         raise ValueError(
             "replicas publish every round: replicas.sync_every says how often, not publish_every"
         )
+    if learner.sharded:
+        raise ValueError("replicas average whole models: learner.sharded is for a learner without replicas")
     if learner.average_last:
         raise ValueError("each replica has another moving average: average_last has no meaning for replicas")
 

@@ -43,7 +43,7 @@ class Adapter:
             held.remove(release.name)
         if release.name not in held:
             await self._load(server, release, patience)
-        await check(server, release, tolerance, partial(server.score, adapter=release.name))
+        await check(server, release, tolerance, partial(server.score_adapter, name=release.name))
 
     async def confirm(self, server: VllmServer) -> None:
         """See ``Way``; adapters that no request uses any more are unloaded."""

@@ -73,8 +73,8 @@ class SimModel:
 
     def score(self, token_ids: Sequence[int]) -> list[float]:
         """Log-probability of each token after the first."""
-        if tuple(token_ids) == self.probe_ids:
-            return list(self.probe_logprobs)
+        if tuple(token_ids) == self.probe_ids[: len(token_ids)]:
+            return list(self.probe_logprobs[: len(token_ids) - 1])
         scores, context = [], fold(_START, token_ids[0])
         for token in token_ids[1:]:
             scores.append(self.logprob(context, token))

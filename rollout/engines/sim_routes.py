@@ -94,6 +94,13 @@ async def generate(engine: SimEngine, request: Request) -> Response:
     answer = Answer()
     async for grown in engine.generate(ask, fault):
         answer = grown
+    choice = _choice(answer, 0)
+    if wanted := body["sampling_params"].get(
+        "logprob_token_ids"
+    ):  # for the first token; more is not simulated
+        choice["logprobs"]["content"][0]["top_logprobs"] = [
+            _score_next(engine, ask, token) for token in wanted
+        ]
     whole = {
         "request_id": f"generate-tokens-{ask.request_id}",
         "model": MODEL,
@@ -105,7 +112,7 @@ async def generate(engine: SimEngine, request: Request) -> Response:
         },
         "prompt_logprobs": _prompt_logprobs(engine, body, ask),
         "output_mode": "tokens",
-        "choices": [_choice(answer, 0)],
+        "choices": [choice],
     }
     return JSONResponse(whole)
 
@@ -211,6 +218,11 @@ def _ask(body: dict[str, Any], plan: Plan, model: SimModel | None) -> Ask:
         seed=None if seed is None else int(seed),
         stop_ids=tuple(params.get("stop_token_ids") or ()),
     )
+
+
+def _score_next(engine: SimEngine, ask: Ask, token: int) -> dict[str, Any]:
+    score = (ask.model or engine.worker.model).score([*ask.token_ids, token])[-1]
+    return {"token_id": token, "logprob": score, "rank": 1}
 
 
 def _prompt_logprobs(engine: SimEngine, body: dict[str, Any], ask: Ask) -> list[dict[str, Any] | None] | None:

@@ -230,13 +230,10 @@ class VllmServer:
         """One step of vLLM's weight transfer: the route of that name."""
         await self._control("POST", f"/{step}", json=body, seconds=self._patience.load)
 
-    async def score(self, token_ids: Sequence[int], *, adapter: str = "") -> list[float]:
+    async def score(self, token_ids: Sequence[int]) -> list[float]:
         """Log-probability of each token after the first, at temperature 1, nats."""
-        params = {"max_tokens": 1, "temperature": 0.0, "prompt_logprobs": 0, "detokenize": False}
-        body = {"request_id": uuid.uuid4().hex, "token_ids": list(token_ids), "sampling_params": params}
-        body |= {"model": adapter} if adapter else {}
-        # The first request that a server gets may take long.
-        answer = await self._control("POST", GENERATE, json=body, seconds=self._patience.load)
+        params = {"max_tokens": 1, "temperature": 0.0, "prompt_logprobs": 0}
+        answer = await self._whole(token_ids, params)
         try:
             found = answer["prompt_logprobs"][1:]
             return [
@@ -244,6 +241,31 @@ class VllmServer:
             ]
         except (KeyError, IndexError, TypeError, ValueError) as error:
             raise ServerError(f"{self.url}: no log-probabilities of a prompt: {error!r}") from error
+
+    async def score_adapter(self, token_ids: Sequence[int], *, name: str) -> list[float]:
+        """The same by an adapter, as what it would sample after each beginning of the tokens.
+
+        vLLM's own scores of a prompt are not for adapters: on a CPU they end the engine while it also samples.
+        """
+        places = range(1, len(token_ids))
+        return list(await asyncio.gather(*(self._score_next(token_ids[: at + 1], name) for at in places)))
+
+    async def _score_next(self, token_ids: Sequence[int], name: str) -> float:
+        *before, token = token_ids
+        wanted = [token, token]  # of two it shows two: what it sampled, and this
+        params = {"max_tokens": 1, "temperature": 1.0, "logprobs": 2, "logprob_token_ids": wanted}
+        answer = await self._whole(before, params, model=name)
+        try:
+            (content,) = answer["choices"][0]["logprobs"]["content"]
+            return next(float(top["logprob"]) for top in content["top_logprobs"] if top["token_id"] == token)
+        except (KeyError, IndexError, TypeError, ValueError, StopIteration) as error:
+            raise ServerError(f"{self.url}: no log-probability of a token: {error!r}") from error
+
+    async def _whole(self, token_ids: Sequence[int], params: dict[str, Any], **more: str) -> dict[str, Any]:
+        """An answer that is not streamed. The first one that a server gives may take long."""
+        params = {**params, "detokenize": False, **NEUTRAL}
+        body = {"request_id": uuid.uuid4().hex, "token_ids": list(token_ids), "sampling_params": params}
+        return await self._control("POST", GENERATE, json=body | more, seconds=self._patience.load)
 
     async def _control(
         self, method: str, path: str, *, seconds: float | None = None, **options: Any

@@ -66,6 +66,12 @@ def test_setting_a_key_sets_its_twin(left: str, right: str) -> None:
         assert config.value(left) == config.value(right) == 3
 
 
+def test_adapters_that_nobody_trains_are_refused() -> None:
+    with pytest.raises(UserError, match=r"needs adapters: set learner\.lora_rank"):
+        load_config(assignments=["rollout.weight_transfer=adapter"])
+    assert load_config(assignments=["rollout.weight_transfer=adapter", "learner.lora_rank=4"])
+
+
 def test_twins_that_disagree_in_one_file_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "mine.toml"
     path.write_text("[rollout]\ngroups_per_step = 2\n[learner]\ngroups_per_step = 3\n")

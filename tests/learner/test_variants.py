@@ -175,6 +175,23 @@ def test_only_adapters_are_trained_and_a_whole_model_is_published(recorded: Path
     }
 
 
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing.:FutureWarning")  # peft still asks for it
+@pytest.mark.parametrize("average_last", [False, True])
+def test_a_published_adapter_on_the_start_model_is_the_published_model(
+    recorded: Path, average_last: bool
+) -> None:
+    from peft import PeftModel
+
+    learn(recorded, steps=2, average_last=average_last)
+    store, ids = WeightStore(recorded / "run-weights"), torch.tensor([[5, 6, 7, 8, 9]])
+    for version in store.versions():  # of the first one, the adapter changes nothing
+        folder = store.fetch(version, recorded / "cache")
+        with torch.no_grad():
+            adapted = PeftModel.from_pretrained(load_model(recorded / "student"), folder / "adapter")
+            torch.testing.assert_close(adapted(ids).logits, load_model(folder)(ids).logits, atol=1e-5, rtol=0)
+    assert len(store.versions()) >= 2
+
+
 def test_new_adapters_change_nothing(tmp_path: Path) -> None:
     folder = save_student(tmp_path / "student")
     plain, adapted = load_model(folder), load_model(folder, LearnerConfig(lora_rank=2))

@@ -81,6 +81,25 @@ def test_what_is_fetched_is_what_was_published(uri: str, folder: Path, tmp_path:
     assert [path.name for path in (tmp_path / "cache").iterdir()] == ["v000042"]
 
 
+def test_a_part_of_a_version_can_be_fetched_alone(uri: str, folder: Path, tmp_path: Path) -> None:
+    store = WeightStore(uri)
+    store.publish(42, folder, metadata={"step": 7})
+    fetched = store.fetch(42, tmp_path / "part", under="nested/")
+    assert contents(fetched) == {"nested/config.json": b"{}"}
+    manifest = Manifest.from_json((fetched / "manifest.json").read_bytes())
+    assert (manifest.version, list(manifest.files), manifest.metadata) == (
+        42,
+        ["nested/config.json"],
+        {"step": 7},
+    )
+    overwrite(uri, "v000042/nested/config.json", b"[]")
+    assert store.fetch(42, tmp_path / "part", under="nested/") == fetched  # it is there
+    with pytest.raises(DigestMismatch):
+        store.fetch(42, tmp_path / "other", under="nested/")
+    with pytest.raises(ValueError, match="no files below adapter/"):
+        store.fetch(42, tmp_path / "other", under="adapter/")
+
+
 def test_publishing_the_same_again_changes_nothing(uri: str, folder: Path) -> None:
     store = WeightStore(uri)
     first = store.publish(1, folder, metadata={"step": 1})

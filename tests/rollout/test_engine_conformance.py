@@ -1,4 +1,4 @@
-"""What every engine promises: the local one, one server, and a pool of servers."""
+"""What every engine promises: the local one, one server, and a pool of servers, in each way that they get versions."""
 
 from __future__ import annotations
 
@@ -17,6 +17,9 @@ from hintloop.agent.engine import EngineError, Sample, Sampling
 from hintloop.replay.weights import WeightStore
 from hintloop.rollout.engines.local import LocalEngine
 from hintloop.rollout.engines.pool import Pool
+from hintloop.rollout.engines.publish import Fetch, Way
+from hintloop.rollout.engines.publish_adapter import FOLDER, Adapter
+from hintloop.rollout.engines.publish_direct import Direct
 from hintloop.rollout.engines.sim import SimEngine
 from hintloop.rollout.engines.sim_model import SimModel
 from hintloop.rollout.engines.sim_plan import Plan
@@ -68,6 +71,8 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> WeightStore:
         )
         folder = root / f"made{version}"
         Qwen3ForCausalLM(config).save_pretrained(folder)
+        (folder / FOLDER).mkdir()
+        (folder / FOLDER / "adapter_config.json").write_text(f'{{"r": {version + 1}}}')
         store.publish(version, folder, metadata={})
     return store
 
@@ -83,9 +88,9 @@ def model_scores(store: WeightStore, cache: Path) -> Callable[[int, Sequence[int
     return score
 
 
-def sim_scores(store: WeightStore, cache: Path) -> Callable[[int, Sequence[int]], list[float]]:
+def sim_scores(store: WeightStore, cache: Path, under: str) -> Callable[[int, Sequence[int]], list[float]]:
     def score(version: int, ids: Sequence[int]) -> list[float]:
-        return SimModel.of(store.fetch(version, cache)).score(ids)
+        return SimModel.of(store.fetch(version, cache, under=under)).score(ids)
 
     return score
 
@@ -99,13 +104,14 @@ async def local(store: WeightStore, tmp_path: Path) -> AsyncIterator[Tried]:
 
 
 @contextlib.asynccontextmanager
-async def remote(store: WeightStore, tmp_path: Path, count: int) -> AsyncIterator[Tried]:
-    plan = Plan(token_ms=0.5, max_model_len=MAX_LENGTH, max_requests=8)
+async def remote(store: WeightStore, tmp_path: Path, count: int, way: Way) -> AsyncIterator[Tried]:
+    plan = Plan(token_ms=0.5, max_model_len=MAX_LENGTH, max_requests=8, vocabulary=VOCABULARY)
     with contextlib.ExitStack() as stack:
         caches = [tmp_path / f"server{number}" for number in range(count)]
         urls = [stack.enter_context(in_thread(SimEngine(plan, cache=cache))) for cache in caches]
-        pool = Pool(urls, weights_uri=store.uri, stop_ids=[STOP])
-        tried = Tried(pool, store, tmp_path, sim_scores(store, tmp_path))
+        pool = Pool(urls, weights_uri=store.uri, stop_ids=[STOP], way=way)
+        scores = sim_scores(store, tmp_path / "sim", FOLDER if way.by_name else "")
+        tried = Tried(pool, store, tmp_path, scores)
         await tried.load(0)
         yield tried
         await pool.close()
@@ -114,7 +120,7 @@ async def remote(store: WeightStore, tmp_path: Path, count: int) -> AsyncIterato
 Run = Callable[[Callable[[Tried], Awaitable[None]]], None]
 
 
-@pytest.fixture(params=["local", "server", "pool"])
+@pytest.fixture(params=["local", "server", "pool", "adapter", "direct"])
 def run(request: pytest.FixtureRequest, store: WeightStore, tmp_path: Path) -> Run:
     """Runs a check on an engine, with a deadline."""
 
@@ -122,8 +128,10 @@ def run(request: pytest.FixtureRequest, store: WeightStore, tmp_path: Path) -> R
         async def whole() -> None:
             opened = {
                 "local": lambda: local(store, tmp_path),
-                "server": lambda: remote(store, tmp_path, 1),
-                "pool": lambda: remote(store, tmp_path, 2),
+                "server": lambda: remote(store, tmp_path, 1, Fetch()),
+                "pool": lambda: remote(store, tmp_path, 2, Fetch()),
+                "adapter": lambda: remote(store, tmp_path, 2, Adapter()),
+                "direct": lambda: remote(store, tmp_path, 2, Direct()),
             }[request.param]()
             async with asyncio.timeout(DEADLINE_S), opened as tried:
                 await check(tried)

@@ -131,6 +131,46 @@ def test_a_version_with_other_tensors_is_refused_before_the_model_is_touched(
     assert worker.tensors["weight"].shape == (2, 3)
 
 
+def test_a_version_can_be_asked_about_before_any_of_it_is_sent(worker: Worker) -> None:
+    worker.model_config = SimpleNamespace(hf_config=SimpleNamespace(hidden_size=128))
+    assert worker.hintloop_suits({"hidden_size": 128}) == {"ok": True, "error": ""}
+    answer = worker.hintloop_suits({"hidden_size": 64})
+    assert not answer["ok"]
+    assert "another model" in answer["error"]
+
+
+def test_a_worker_ends_in_time_unless_it_is_told_otherwise(worker: Worker) -> None:
+    ended = threading.Event()
+    worker.hintloop_quit = lambda: {"ok": not ended.set()}  # type: ignore[method-assign]
+    worker.hintloop_end_in(0.2)
+    worker.hintloop_end_in(30.0)  # only the last one counts
+    assert not ended.wait(0.5)
+    worker.hintloop_end_in(0.05)
+    assert ended.wait(10)
+    ended.clear()
+    worker.hintloop_end_in(0.2)
+    worker.hintloop_end_in(0.0)
+    assert not ended.wait(0.5)
+
+
+def test_a_part_of_a_version_is_fetched_beside_the_whole(worker: Worker, tmp_path: Path) -> None:
+    part = tmp_path / "made" / "adapter"
+    part.mkdir(parents=True)
+    save_file({"a": torch.ones(2)}, part / "adapter_model.safetensors")
+    uri = publish(tmp_path, 4).uri
+    worker.hintloop_fetch(uri, 4, under="adapter/")
+    folder = Path(wait_ready(worker)["folder"])
+    files = {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
+    assert files == {"manifest.json", "adapter/adapter_model.safetensors"}
+    assert verify(folder).version == 4
+    assert "version 4 is not fetched" in worker.hintloop_load(4)["error"]
+    worker.hintloop_fetch(uri, 4)
+    assert Path(wait_ready(worker)["folder"]) != folder
+    assert worker.hintloop_load(4)["ok"]
+    worker.hintloop_fetch(uri, 4, under="other/")
+    assert "no files below other/" in wait_ready(worker, "failed")["error"]
+
+
 def test_a_missing_version_is_a_failed_fetch_that_can_be_repeated(worker: Worker, tmp_path: Path) -> None:
     store = publish(tmp_path, 0)
     worker.hintloop_fetch(store.uri, 1)

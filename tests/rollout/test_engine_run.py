@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import pytest
@@ -22,6 +23,7 @@ from hintloop.envs.registry import load_taskset
 from hintloop.replay.journal import Journal
 from hintloop.replay.weights import WeightStore
 from hintloop.rollout.config import EvaluationConfig, RolloutConfig, TeachersConfig
+from hintloop.rollout.engines.publish_adapter import FOLDER
 from hintloop.rollout.engines.sim import SimEngine
 from hintloop.rollout.engines.sim_plan import Fault, Plan
 from hintloop.rollout.engines.sim_server import in_thread
@@ -62,12 +64,18 @@ def publish(store: WeightStore, student: Path, made: Path, version: int) -> None
     shutil.copytree(student, made, dirs_exist_ok=True)
     (made / "config.json").write_text(json.dumps({"vocab_size": len(load_renderer(student).tokenizer)}))
     save_file({"weight": np.full((4, 4), version, np.float32)}, made / "model.safetensors")
+    (made / FOLDER).mkdir(exist_ok=True)
+    (made / FOLDER / "adapter_config.json").write_text(f'{{"r": {version + 1}}}')
     probe = {"token_ids": [1.0, 2.0, 3.0], "logprobs": [-1.0 - version, -2.0]}
     store.publish(version, made, metadata={"probe": probe, "final": version == LAST})
 
 
+@pytest.mark.parametrize("weight_transfer", ["fetch", "adapter", "direct"])
 def test_a_run_on_servers_that_fail_goes_on_to_its_end(
-    env_url: str, student_folder: Path, tmp_path: Path
+    env_url: str,
+    student_folder: Path,
+    tmp_path: Path,
+    weight_transfer: Literal["fetch", "adapter", "direct"],
 ) -> None:
     store, journal = WeightStore(tmp_path / "weights"), Journal(tmp_path / "journal")
     publish(store, student_folder, tmp_path / "made", 0)
@@ -84,7 +92,8 @@ def test_a_run_on_servers_that_fail_goes_on_to_its_end(
         Fault(kind="error", skip=20, times=2),
         Fault(kind="stale_load", skip=1),
     )
-    plans = (Plan(fault=faults, stop_after=6), Plan(stop_after=6))
+    size = len(load_renderer(student_folder).tokenizer)
+    plans = (Plan(fault=faults, stop_after=6, vocabulary=size), Plan(stop_after=6, vocabulary=size))
     learner = threading.Thread(target=learn)
     with contextlib.ExitStack() as stack:
         engines = [SimEngine(plan, cache=tmp_path / f"cache{place}") for place, plan in enumerate(plans)]
@@ -102,6 +111,7 @@ def test_a_run_on_servers_that_fail_goes_on_to_its_end(
             seed=1,
             config=RolloutConfig(
                 engines=tuple(urls[:1]),
+                weight_transfer=weight_transfer,
                 group_size=2,
                 groups_per_step=1,
                 episodes_in_flight=4,
@@ -126,9 +136,11 @@ def test_a_run_on_servers_that_fail_goes_on_to_its_end(
     assert {server["url"] for server in status["servers"]} == set(urls)
     assert all(engine.sampled > 0 for engine in engines)
     assert status["engine"]["retries"] > 0
-    # Of the later versions the rollout process itself reads the manifest only.
+    # Of the later versions the rollout process itself reads the manifest only, unless it sends them.
     newest = max((tmp_path / "cache" / "weights").glob("v*"))
-    assert [path.name for path in newest.iterdir()] == ["manifest.json"]
+    names = {path.name for path in newest.iterdir()}
+    assert (names == {"manifest.json"}) == (weight_transfer != "direct")
+    assert ("model.safetensors" in names) == (weight_transfer == "direct")
 
 
 def test_an_engine_that_is_no_url_is_refused() -> None:

@@ -191,19 +191,20 @@ def test_every_token_is_recorded_exactly_while_adapters_come_and_go(
 ) -> None:
     tiny_model().save_pretrained(tmp_path / "base")
     found: list[float] = []
-    score = VllmServer.score
+    score = VllmServer.score_adapter
 
-    async def kept(self: VllmServer, ids: Any, *, adapter: str = "") -> list[float]:
-        scores = await score(self, ids, adapter=adapter)
-        version = int(adapter[1:7])
+    async def kept(self: VllmServer, ids: Any, *, name: str) -> list[float]:
+        scores = await score(self, ids, name=name)
+        version = int(name[1:7])
         model = Qwen3ForCausalLM.from_pretrained(lora_store.fetch(version, tmp_path), dtype=torch.float32)
         found.append(max(abs(a - b) for a, b in zip(scores, logprobs(model, ids, 1.0), strict=True)))
         return scores
 
-    monkeypatch.setattr(VllmServer, "score", kept)
+    monkeypatch.setattr(VllmServer, "score_adapter", kept)
     with serving(tmp_path, tmp_path / "base", python_path, "--lora-rank", "4") as url:
         asyncio.run(within_time(url, lora_store, tmp_path, Adapter))
         cards = httpx.get(f"{url}/v1/models", timeout=5).json()["data"]
+    print("largest differences of the probes:", found)
     assert max(found) < 1e-5  # of the probe, against the learner's merged model
     assert [card["id"][:7] for card in cards if card["parent"]][-1] == "v000001"
 

@@ -206,7 +206,7 @@ def test_what_a_broken_stream_of_an_adapter_brought_is_certain(world: Worlds) ->
 
     async def run(world: World) -> None:
         patience = replace(QUICK, stall=1.0, poll=30.0)
-        async with world.pool(planned(Fault(kind="drop", tokens=20, skip=1)), patience=patience) as pool:
+        async with world.pool(planned(Fault(kind="drop", tokens=20, skip=2)), patience=patience) as pool:
             assert (await sample(pool, 40)).token_ids == world.greedy(40)
             assert pool.stats()["continued_tokens"] == 20
 

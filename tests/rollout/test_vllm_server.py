@@ -128,6 +128,24 @@ def test_what_the_loop_needs_is_asked_of_vllm(monkeypatch: pytest.MonkeyPatch) -
     assert all(words[words.index(name) + 1] == value for name, value in OPTIONS.items())
     assert not {"--enforce-eager", *CPU_OPTIONS} & set(words)
     assert {"--enforce-eager", *CPU_OPTIONS} <= set(command("some/model", on_cpu=True))
+    assert "--enable-lora" not in words
+
+
+@pytest.mark.parametrize(("rank", "room"), [(1, "1"), (4, "8"), (16, "16"), (17, "32")])
+def test_a_server_for_adapters_has_room_for_their_rank(
+    monkeypatch: pytest.MonkeyPatch, rank: int, room: str
+) -> None:
+    monkeypatch.setattr(vllm_server, "version", lambda name: "0.33.0")
+    words = command("some/model", on_cpu=False, lora_rank=rank)
+    assert "--enable-lora" in words
+    assert words[words.index("--max-lora-rank") + 1] == room
+    assert int(words[words.index("--max-loras") + 1]) == vllm_server.ADAPTER_SLOTS > 1
+
+
+def test_a_rank_that_vllm_cannot_have_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        vllm_server.main(["some/model", "--lora-rank", "600"])
+    assert "--lora-rank is from 0 to 512" in capsys.readouterr().err
 
 
 def test_an_address_that_is_taken_is_refused(
