@@ -3,8 +3,8 @@
     python benchmarks/scaling.py [--kinds rollout readers outer]
 
 ``rollout``: the real manager on 1 to 16 simulated engines, a process each, with slow environments that cost nothing:
-episodes and turns per second by engines and episodes in flight, the share of what the engines' own times allow, and
-what the rollout process itself takes of a processor for a turn. ``readers``: 1 to 16 processes that each read the
+episodes and turns per second by engines and episodes in flight, and what the rollout process itself takes of a
+processor for a turn. ``readers``: 1 to 16 processes that each read the
 whole of one journal. ``outer``: an average of all parameters by two replicas, by the size of the model: through
 torchft's gloo process group, a folder, and an S3-compatible server on this machine. All of it shares this machine's
 processors; prints one JSON object per measurement.
@@ -30,7 +30,7 @@ from typing import Any
 import structlog
 import torch
 from parts import Weights, all_at, link_segments, open_pool, servers
-from rollout_loop import GROUP, STEP_MEAN_S, STUDENT, SlowEnvironment
+from rollout_loop import GROUP, STUDENT, SlowEnvironment
 
 from hintloop.agent.engine import Sampling
 from hintloop.agent.episode import Player
@@ -97,12 +97,9 @@ async def play(folder: Path, engines: int, in_flight: int) -> dict[str, Any]:
         await asyncio.gather(*beside, return_exceptions=True)
         await pool.close()
     episodes, turns, cpu, wall = (now - then for now, then in zip(after, before, strict=True))
-    turn_s = (PROMPT_MS + TOKEN_MS * TOKENS) / 1000
-    allowed = min(engines * SLOTS / turn_s, in_flight / (turn_s + STEP_MEAN_S))
     return {
         "episodes_per_s": round(episodes / wall, 2),
         "turns_per_s": round(turns / wall, 1),
-        "of_allowed": round(turns / wall / allowed, 2),
         "cpu_ms_per_turn": round(1e3 * cpu / max(turns, 1), 2),
         "lag_p99_ms": lag.snapshot()["lag_p99_ms"],
         "peak_mb": round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024),
