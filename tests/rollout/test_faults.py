@@ -22,7 +22,7 @@ from structlog.testing import capture_logs
 from hintloop.agent.conversation import RenderError
 from hintloop.agent.engine import EngineError, Sampling
 from hintloop.agent.episode import Environment, Player
-from hintloop.envs.client import EnvironmentLost, Refused
+from hintloop.envs.client import EnvironmentLost, step_result, Refused
 from hintloop.envs.errors import tool_error
 from hintloop.envs.models import ToolResult
 from hintloop.envs.tools import failure
@@ -132,7 +132,7 @@ class Odd:
             raise self.at_step
         done = await self.env.step(action)
         if self.strikes and isinstance(self.at_step, ToolResult):
-            done.observation = self.at_step
+            return step_result(self.at_step)
         return done
 
 
@@ -224,7 +224,7 @@ def test_a_part_that_is_broken_for_good_ends_the_run_with_the_reason(loop: Any) 
     def broken(session: str, turn: int) -> str:
         raise EngineError("the engine is gone")
 
-    with pytest.raises(TooManyLost, match=r"3 groups in a row were lost; .*: engine 1"):
+    with pytest.raises(TooManyLost, match=r"3 groups in a row were lost; .*: engine \d+"):
         asyncio.run(loop(script=broken).play())
 
 
