@@ -22,7 +22,7 @@ from structlog.testing import capture_logs
 from hintloop.agent.conversation import RenderError
 from hintloop.agent.engine import EngineError, Sampling
 from hintloop.agent.episode import Environment, Player
-from hintloop.envs.client import EnvironmentLost, step_result, Refused
+from hintloop.envs.client import EnvironmentLost, Refused, step_result
 from hintloop.envs.errors import tool_error
 from hintloop.envs.models import ToolResult
 from hintloop.envs.tools import failure
