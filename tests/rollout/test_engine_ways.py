@@ -316,6 +316,7 @@ def test_a_server_ends_by_itself_when_this_process_dies_in_the_middle(world: Wor
             await until(lambda: world.engines[0].label == UNFINISHED)
             await pool.close()
             await until(lambda: world.engines[0].restarts == 1)
+            assert world.engines[0].label != UNFINISHED
             loading.cancel()
             await asyncio.gather(loading, return_exceptions=True)
 
@@ -331,6 +332,7 @@ def test_a_server_that_was_started_without_a_transfer_says_so(
             loading = asyncio.create_task(pool.load_weights(world.fetched(0), 0))
             await until(lambda: bool(pool.servers()))
             await until(lambda: "the backend is one of nccl, sim" in pool.servers()[0]["reason"])
+            assert not loading.done()
             loading.cancel()
 
     monkeypatch.setattr("hintloop.rollout.engines.sim_routes.BACKEND", "ipc")
