@@ -51,6 +51,12 @@ def _lacks_vllm() -> str | None:
     return None if shutil.which(python) else f"HINTLOOP_VLLM_PYTHON: {python} is no program"
 
 
+def _lacks_browser() -> str | None:
+    if importlib.util.find_spec("playwright") is None:
+        return "playwright is not installed"
+    return None if shutil.which("chromium") else "there is no Chromium; apt install chromium"
+
+
 def _lacks_gpu() -> str | None:
     if importlib.util.find_spec("torch") is None:
         return "torch is not installed"
@@ -67,6 +73,7 @@ TIERS: dict[str, Callable[[], str | None]] = {
     "docker": cache(_lacks_docker),
     "compose": cache(_lacks_compose),
     "vllm": cache(_lacks_vllm),
+    "browser": cache(_lacks_browser),
     "gpu": cache(_lacks_gpu),
     "slow": _lacks_time,
 }

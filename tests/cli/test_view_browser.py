@@ -1,6 +1,6 @@
 """The pages in a real browser: they keep up with a run, read well at any width, and run nothing of an episode.
 
-Needs Chromium (``apt install chromium``) and ``pip install playwright``, without browsers of its own.
+Playwright drives the system's Chromium (``apt install chromium``); it needs no browsers of its own.
 """
 
 from __future__ import annotations
@@ -20,19 +20,17 @@ import pytest
 from hintloop.cli.runfolder import RunFolder
 from hintloop.replay.journal import Journal
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.browser, pytest.mark.slow]
 HOSTILE = "<script>document.title = 'run'</script><img src=x onerror=\"document.title = 'run'\">"
 GROUP = {"time": 1e6, "episodes": 2, "solved": 1, "reward_mean": 0.5, "errors": {"timeout": 1}, "pairs": 3}
 
 
 @pytest.fixture(scope="module")
 def chromium() -> Iterator[Any]:
-    playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
-    path = shutil.which("chromium") or shutil.which("chromium-browser")
-    if path is None:
-        pytest.skip("there is no Chromium")
-    with playwright.sync_playwright() as started:
-        browser = started.chromium.launch(executable_path=path)
+    from playwright.sync_api import sync_playwright
+
+    with sync_playwright() as started:
+        browser = started.chromium.launch(executable_path=shutil.which("chromium"))
         yield browser
         browser.close()
 

@@ -59,6 +59,12 @@ def trained_groups(project: Project) -> list[str]:
     return [group for row in project.lines("trained.jsonl") for group in row["groups"]]
 
 
+def trained_servers(project: Project) -> list[str]:
+    """Inference servers that have weights from the learner."""
+    said = json.loads(project.file("status/rollout.json") or "{}")
+    return [server["url"] for server in said.get("servers", ()) if server["version"]]
+
+
 # The file itself
 
 
@@ -96,10 +102,10 @@ def test_every_variable_is_described() -> None:
 @pytest.mark.compose
 @pytest.mark.slow
 def test_the_loop_runs_ends_and_leaves_nothing(project: Project) -> None:
-    """With vLLM, and two environment servers."""
+    """With two servers of vLLM, and two environment servers."""
     use_vllm(project)
-    project.env["HINTLOOP_SETTINGS"] = settings(4)
-    project.up("--scale", "env=2")
+    project.env["HINTLOOP_SETTINGS"] = settings(3)
+    project.up("--scale", "engine=2", "--scale", "env=2")
     project.wait(project.sandboxes, "a sandbox")
     host = inspect(project.sandboxes()[0])["HostConfig"]
     assert (host["NetworkMode"], host["ReadonlyRootfs"]) == ("none", True)
@@ -107,11 +113,11 @@ def test_the_loop_runs_ends_and_leaves_nothing(project: Project) -> None:
     assert port.startswith("127.0.0.1:")
     with urllib.request.urlopen(f"http://{port}/", timeout=30) as page:
         assert b"Rollout: plays episodes" in page.read()
+    project.wait(lambda: len(trained_servers(project)) == 2, "new weights on both servers")
     project.wait(lambda: project.ended("learner", "rollout"), "the end of the run")
     assert project.version() >= 3
     said = json.loads(project.file("status/rollout.json"))
-    assert said["version"] == project.version()
-    assert (said["engine"]["servers"], said["engine"]["turns"] > 0) == (1, True)
+    assert (said["version"], said["engine"]["turns"] > 0) == (project.version(), True)
     evaluations = project.lines("evaluation.jsonl")
     assert {row["label"] for row in evaluations} == {"before", "after"}
     assert all(row["n"] == 2 for row in evaluations)
@@ -122,13 +128,14 @@ def test_the_loop_runs_ends_and_leaves_nothing(project: Project) -> None:
 @pytest.mark.compose
 @pytest.mark.slow
 def test_each_service_may_be_killed_once(project: Project) -> None:
-    """With the rollout process's own engine. The run is stopped in the middle, too, and taken up again."""
+    """The run is stopped in the middle, too, and taken up again."""
     if os.geteuid() != 0:
         pytest.skip("killing a container's process from outside takes root")
+    use_vllm(project)
     project.env["HINTLOOP_SETTINGS"] = settings(6)
     project.up()
     project.wait(lambda: project.version() > 0, "the first step")
-    for service in ("env", "docker-proxy", "learner", "rollout", "teachers-demo", "view"):
+    for service in ("engine", "env", "docker-proxy", "learner", "rollout", "teachers-demo", "view"):
         before = project.state(service)
         os.kill(before["State"]["Pid"], 9)
 
