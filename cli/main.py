@@ -98,12 +98,12 @@ def config(
 
 
 @app.command()
-def report(run: Run, as_json: AsJson = False) -> None:
+def report(run: Run, journal: parts.Journal = None, as_json: AsJson = False) -> None:
     """Summarise a run, also one that still goes on; writes summary.json, report.md and report.png into it.
 
     Example: `hintloop report runs/laptop-20260101-120000`
     """
-    _report(run, as_json=as_json)
+    _report(run, journal, as_json=as_json)
 
 
 @app.command()
@@ -161,12 +161,16 @@ def _usage(error: TyperException) -> int:
     return EXIT_USER_ERROR
 
 
-def _report(run: Path, *, as_json: bool) -> None:
+def _report(run: Path, journal: str | None = None, *, as_json: bool) -> None:
     from hintloop.cli.output import show_json
     from hintloop.cli.report import write_report
     from hintloop.cli.runfolder import existing
 
-    summary, text = write_report(existing(run))
+    folder = existing(run)
+    keep = os.access(run, os.W_OK)
+    if not keep:
+        print(f"hintloop: {run} may only be read: the report is not kept there", file=sys.stderr)
+    summary, text = write_report(folder, journal, keep=keep)
     if as_json:
         show_json(summary)
     else:

@@ -25,18 +25,23 @@ _INPUTS = {"grpo": "tokens", "sdpo": "sites", "dpo": "pairs"}
 """What goes into a channel, as the learner counts it."""
 
 
-def write_report(folder: RunFolder) -> tuple[dict[str, Any], str]:
-    """Write ``summary.json``, ``report.md`` and ``report.png``; gives the summary and the text."""
-    from hintloop.cli.plot import draw
+def write_report(
+    folder: RunFolder, journal: str | None = None, *, keep: bool = True
+) -> tuple[dict[str, Any], str]:
+    """The summary and the text, of the folder's journal or another one.
 
-    journal = Journal(folder.journal)
-    counted = tally(_segments(journal))
+    ``keep``: ``summary.json``, ``report.md`` and ``report.png`` are written into the folder.
+    """
+    counted = tally(_segments(Journal(journal or folder.journal)))
     evaluations, steps = read_lines(folder.evaluation), read_lines(folder.metrics("learner"))
     summary = summarise(folder, counted, evaluations, steps)
     text = render(summary, _examples(folder, counted))
-    draw(folder.path / "report.png", counted.groups, evaluations, steps)
-    write_text(folder.path / "summary.json", json.dumps(summary, indent=1) + "\n")
-    write_text(folder.path / "report.md", text + "\n")
+    if keep:
+        from hintloop.cli.plot import draw
+
+        draw(folder.path / "report.png", counted.groups, evaluations, steps)
+        write_text(folder.path / "summary.json", json.dumps(summary, indent=1) + "\n")
+        write_text(folder.path / "report.md", text + "\n")
     return summary, text
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -34,6 +35,14 @@ def test_summary_counts_what_the_files_hold(run: RunFolder) -> None:
         "publishing": 1.0,
         "evaluation": 40.0,
     }
+
+
+def test_report_of_another_journal_that_is_not_kept(run: RunFolder, tmp_path: Path) -> None:
+    before = sorted(run.path.iterdir())
+    summary, text = write_report(run, str(tmp_path / "nothing"), keep=False)
+    assert summary["episodes"]["played"] == 0
+    assert text.startswith("# hintloop run")
+    assert sorted(run.path.iterdir()) == before
 
 
 def test_held_out_table_has_gain_and_margin(run: RunFolder) -> None:

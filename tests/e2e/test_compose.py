@@ -121,6 +121,8 @@ def test_the_loop_runs_ends_and_leaves_nothing(project: Project) -> None:
     evaluations = project.lines("evaluation.jsonl")
     assert {row["label"] for row in evaluations} == {"before", "after"}
     assert all(row["n"] == 2 for row in evaluations)
+    report = json.loads(project.compose("exec", "-T", "view", "hintloop", "report", "/data/run", "--json"))
+    assert (report["finished"], report["weights"]["versions"]) == (True, project.version() + 1)
     project.down()
     assert project.left() == []
 
