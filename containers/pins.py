@@ -15,6 +15,8 @@ from pathlib import Path
 PROJECT = Path(__file__).parent.parent / "pyproject.toml"
 _REQUIREMENT = re.compile(r"\s*([A-Za-z0-9._-]+)\s*(?:\[([^]]*)\])?")
 _EXTRA = re.compile(r"extra\s*==\s*['\"]([^'\"]+)['\"]")
+_ONLY = {"torchft": 'platform_machine == "x86_64"'}
+"""Packages that other machines have no wheel of."""
 Named = tuple[str, frozenset[str]]
 """A package and the extras that are wanted of it."""
 
@@ -38,7 +40,8 @@ def main(requirements: list[str]) -> None:
             continue
         pins[named[0]] = found.version.partition("+")[0]  # what follows names a build, not a release
         waiting += wanted(found.requires or (), named[1])
-    print("\n".join(f"{name}=={pins[name]}" for name in sorted(pins)))
+    for name in sorted(pins):
+        print(f"{name}=={pins[name]}" + (f"; {_ONLY[name]}" if name in _ONLY else ""))
 
 
 def parse(text: str) -> Named:

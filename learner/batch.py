@@ -9,6 +9,7 @@ from typing import Literal, TypeVar
 
 import numpy as np
 
+from hintloop.learner.config import LearnerConfig
 from hintloop.learner.rows import (
     Bools,
     HintContext,
@@ -54,6 +55,19 @@ class BatchRules:
     a pair. Later tokens of an episode leave the policy loss; the other two lose the beginning of their prompt."""
     site: Literal["failing", "recovery"] = "failing"
     """The turn that a hint is compared at: the one whose call failed, or the assistant's next."""
+
+    @classmethod
+    def of(cls, config: LearnerConfig, vocabulary: int, *, live: bool) -> BatchRules:
+        """As configured; on a journal that is not ``live`` nothing is too old."""
+        return cls(
+            vocabulary=vocabulary,
+            micro_batches=config.micro_batches,
+            max_staleness=config.max_staleness if live else None,
+            max_sites=config.max_sites_per_step if config.alpha_sdpo else 0,
+            max_pairs=config.max_pairs_per_step if config.beta_replay else 0,
+            max_tokens=config.max_row_tokens,
+            site=config.site,
+        )
 
 
 @dataclass(frozen=True, slots=True)

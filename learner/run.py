@@ -86,8 +86,8 @@ def run_learner(
             summary: LearnerSummary = follow_leader(ranks, student, config)
             return summary
     store = WeightStore(weights_uri)
-    replica = Replica(replicas, config, store, run_dir) if replicas else None
     with sigterm() as stopped:
+        replica = Replica(replicas, config, store, run_dir, stopped) if replicas else None
         learner = _Learner(student, Journal(journal_uri), store, run_dir, config, follow, ranks, replica)
         try:
             return learner.run(stopped, on_progress or (lambda _: None))
@@ -202,7 +202,7 @@ class _Learner:
         reason = self._reason or self._over() or "journal_end"
         final = reason in FINISHED
         if self._replica:
-            if final and not self._replica.is_published(self._version):
+            if final and self._replica.publishes_last(self._version):
                 self._store.publish(self._version, self._saved.published, metadata=self._saved.state.metadata)
         elif self._saved.state.step != self._step:
             self._commit(final=final)
@@ -265,7 +265,8 @@ class _Learner:
 
     def _batches(self) -> Iterator[StepBatch]:
         """Steps, as the journal gives them."""
-        rules = self._rules()
+        vocabulary = self._model.config.get_text_config().vocab_size
+        rules = BatchRules.of(self._config, vocabulary, live=self._follow)
         while not self._over():
             before = time.monotonic()
             try:
@@ -299,18 +300,6 @@ class _Learner:
         )
         goes_on = self._replica is not None and not self._over() and self._replica.goes_on()
         return groups if groups or goes_on else None
-
-    def _rules(self) -> BatchRules:
-        config = self._config
-        return BatchRules(
-            vocabulary=self._model.config.get_text_config().vocab_size,
-            micro_batches=config.micro_batches,
-            max_staleness=config.max_staleness if self._follow else None,
-            max_sites=config.max_sites_per_step if config.alpha_sdpo else 0,
-            max_pairs=config.max_pairs_per_step if config.beta_replay else 0,
-            max_tokens=config.max_row_tokens,
-            site=config.site,
-        )
 
     def _wait(self) -> None:
         self._say("waiting for episodes")

@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from hintloop.learner.replicas.store import ObjectStoreAllReduce
+from hintloop.learner.replicas.store import ObjectStoreAllReduce, Stopped
 
 
 class OuterManager(Protocol):
@@ -49,7 +49,8 @@ class StoreManager:
     """Runs torchft's DiLoCo over an object store: a fixed set of replicas, and no network between them.
 
     Nobody is healed: a replica that dies is waited for, and goes on from its own checkpoint. Tensors that were
-    handed in since the last wait travel as one object.
+    handed in since the last wait travel as one object. An average is not committed when this replica was told to stop
+    before it was complete; the others may commit it.
     """
 
     _use_async_quorum = False  # DiLoCo looks at it
@@ -68,6 +69,7 @@ class StoreManager:
 
     def start_quorum(self) -> None:
         """All take part, always."""
+        self.committed = True
 
     def allreduce(self, tensor: Tensor, should_quantize: bool = False) -> _Pending:
         """The tensor becomes the mean over all replicas when what this returns is waited for."""
@@ -77,9 +79,9 @@ class StoreManager:
         return _Pending(self._flush)
 
     def should_commit(self) -> bool:
-        """An average that failed has raised, so there is nothing to vote about."""
-        self._step += 1
-        return True
+        """Whether the average was waited for; one that failed has raised, so there is nothing to vote about."""
+        self._step += self.committed
+        return self.committed
 
     def disallow_state_dict_read(self) -> None:
         """Nobody reads."""
@@ -105,9 +107,15 @@ class StoreManager:
 
     def _flush(self) -> None:
         pending, self._pending = self._pending, []
-        if pending:
-            for tensor, mean in zip(pending, self._reduce.average(self._step, pending), strict=True):
-                tensor.copy_(mean)
+        if not pending:
+            return
+        try:
+            means = self._reduce.average(self._step, pending)
+        except Stopped:
+            self.committed = False
+            return
+        for tensor, mean in zip(pending, means, strict=True):
+            tensor.copy_(mean)
 
 
 class _Pending:

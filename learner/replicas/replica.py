@@ -68,14 +68,22 @@ class Replica:
     """One replica. Made at the start of a run, and joined to the others when its model is there."""
 
     def __init__(
-        self, config: ReplicasConfig, learner: LearnerConfig, store: WeightStore, run_dir: Path
+        self,
+        config: ReplicasConfig,
+        learner: LearnerConfig,
+        store: WeightStore,
+        run_dir: Path,
+        stopped: Callable[[], bool] = lambda: False,
     ) -> None:
-        """``run_dir``: of this replica alone. ``ValueError`` for settings that replicas cannot have."""
+        """``run_dir``: of this replica alone. ``stopped`` ends a wait in a folder of rounds.
+
+        ``ValueError`` for settings that replicas cannot have.
+        """
         _require_fitting(config, learner)
         latest = store.latest()
         self._store = store
         self._floor = (latest.version if latest else 0) * config.fragments
-        self._config, self._run_dir = config, run_dir
+        self._config, self._run_dir, self._stopped = config, run_dir, stopped
         self._order = f"{store.uri.rstrip('/')}/order"
         self._outer = Store(run_dir / "outer")
         self._healed_from: int | None = None
@@ -96,7 +104,7 @@ class Replica:
         """
         config = self._config
         self._trained = trained
-        self._manager: OuterManager = _manager(config, self._floor, say)
+        self._manager: OuterManager = _manager(config, self._floor, say, self._stopped)
         named = split_parameters(trained.model, config.fragments)
         loop = make_diloco_outer_loop(
             self._manager,
@@ -144,15 +152,20 @@ class Replica:
         known = self._floor // self._config.fragments
         return version >= known and self._config.index == min(self._manager.contributors)
 
-    def is_published(self, version: int) -> bool:
-        """Whether the last version is there. Waits for it, longer the later it would be this replica's turn."""
+    def publishes_last(self, version: int) -> bool:
+        """Whether the last version is this replica's to publish: those whose turn was before it have not done it.
+
+        Waits for them, unless told to stop.
+        """
         turn = sum(other < self._config.index for other in self._manager.contributors)
         deadline = time.monotonic() + turn * self._config.timeout_s
         while True:
             latest = self._store.latest()
             if latest and latest.version >= version:
-                return True
+                return False
             if time.monotonic() >= deadline:
+                return True
+            if self._stopped():
                 return False
             time.sleep(POLL_SECONDS)
 
@@ -164,11 +177,17 @@ class Replica:
         """To be called after each step of the inner optimizer."""
         local, period, delay = self.loop.local_step, self._config.period, self._config.fragment_sync_delay
         met = local == (period - delay) % period
+        void_after = None
         if met:
             self._source.close(self._manager.members, self._manager.contributors)
+            if self._healed_from is not None:  # what it did before is void; its steps from here on count
+                void_after, self._before = self._before, self.step - local
         if local:
-            return Settled(changed=met)
-        committed, before, self._before = self._manager.committed, self._before, self.step
+            return Settled(void_after, changed=met)
+        committed = self._manager.committed
+        if not committed and void_after is None:
+            void_after = self._before
+        self._before = self.step
         self._source.settle(committed)
         donor, self._healed_from = self._healed_from, None
         average = Average(
@@ -181,9 +200,8 @@ class Replica:
         )
         append_line(self._metrics, asdict(average))
         _log.info("replica.average", **asdict(average))
-        void = donor is not None or not committed
         complete = committed and self._manager.current_step() % self._config.fragments == 0
-        return Settled(before if void else None, complete, changed=True)
+        return Settled(void_after, complete, changed=True)
 
     def global_weights(self) -> dict[str, Tensor] | None:
         """What all have in common, where that is not what this replica's model holds."""
@@ -251,7 +269,9 @@ def _require_fitting(config: ReplicasConfig, learner: LearnerConfig) -> None:
         raise ValueError("each replica has another moving average: average_last has no meaning for replicas")
 
 
-def _manager(config: ReplicasConfig, floor: int, say: Callable[[str], None]) -> OuterManager:
+def _manager(
+    config: ReplicasConfig, floor: int, say: Callable[[str], None], stopped: Callable[[], bool]
+) -> OuterManager:
     if config.rounds is not None:
         reduce = ObjectStoreAllReduce(
             config.rounds,
@@ -260,6 +280,7 @@ def _manager(config: ReplicasConfig, floor: int, say: Callable[[str], None]) -> 
             timeout_s=config.round_timeout_s,
             keep=config.fragments + 1,
             waiting=lambda missing: say(f"waiting for replica {', '.join(map(str, missing))}"),
+            stopped=stopped,
         )
         return StoreManager(reduce)
     try:

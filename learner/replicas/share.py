@@ -105,8 +105,11 @@ class ShareSource:
         self._lost = [(name, number) for owner, name, number in self._closed if owner not in contributors]
 
     def settle(self, committed: bool) -> None:
-        """The average is committed, or it failed and nothing is in."""
-        back = self._lost if committed else [(name, number) for _, name, number in self._closed]
+        """The average is committed, or it failed: then nothing is in, nor what was taken while it was on its way."""
+        back = self._lost
+        if not committed:
+            back = [(name, number) for _, name, number in (*self._closed, *self._window)]
+            self._window = []
         self._returned, self._closed = [*back, *self._returned], []
 
     def state(self) -> dict[str, Any]:

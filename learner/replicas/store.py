@@ -30,6 +30,10 @@ class MissingRanks(TimeoutError):
         self.ranks = ranks
 
 
+class Stopped(Exception):
+    """This rank was told to stop while others were missing. What it gave stays, as if it had died."""
+
+
 class ObjectStoreAllReduce:
     """Averages tensors of ``world_size`` ranks through a folder at any fsspec URI, round by round."""
 
@@ -43,23 +47,26 @@ class ObjectStoreAllReduce:
         poll_s: float = 0.5,
         keep: int = 2,
         waiting: Callable[[tuple[int, ...]], None] = lambda _: None,
+        stopped: Callable[[], bool] = lambda: False,
     ) -> None:
         """``keep`` complete rounds stay readable, the newest included, for a rank that starts again behind it.
 
-        ``waiting`` is called with the missing ranks every ``poll_s`` seconds. The folder belongs to one run.
+        ``waiting`` is called with the missing ranks every ``poll_s`` seconds, and ``stopped`` asked whether to go on
+        waiting. The folder belongs to one run.
         """
         if not 0 <= rank < world_size or keep < 1:
             raise ValueError(f"rank {rank} of {world_size}, keeping {keep} rounds: there is no such thing")
         self.rank, self.world_size, self.uri = rank, world_size, str(uri)
         self._store = Store(uri)
         self._timeout_s, self._poll_s, self._keep = timeout_s, poll_s, keep
-        self._waiting = waiting
+        self._waiting, self._stopped = waiting, stopped
 
     def average(self, round_number: int, tensors: Sequence[Tensor]) -> list[Tensor]:
         """The mean over all ranks of each tensor, in its own dtype, on the CPU.
 
-        ``MissingRanks`` when not all have given theirs in time; the same call may then be repeated. ``ValueError``
-        when ranks disagree on their number or on the tensors, or when this round is over and gone.
+        ``MissingRanks`` when not all have given theirs in time, ``Stopped`` when told to stop before that; the same
+        call may then be repeated. ``ValueError`` when ranks disagree on their number or on the tensors, or when this
+        round is over and gone.
         """
         self._require_open(round_number)
         folder = _folder(round_number)
@@ -88,6 +95,8 @@ class ObjectStoreAllReduce:
     def _wait(self, round_number: int) -> None:
         deadline = time.monotonic() + self._timeout_s
         while missing := self._missing(_folder(round_number)):
+            if self._stopped():
+                raise Stopped(f"round {round_number} in {self.uri}")
             if time.monotonic() > deadline:
                 names = ", ".join(map(str, missing))
                 raise MissingRanks(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from dataclasses import replace
 
@@ -13,37 +12,14 @@ from hintloop.agent.policy import ChatFormat, load_renderer
 from hintloop.agent.recorded import NotRendered, hint_text, tokenise
 from hintloop.cli.model import find_model
 from hintloop.envs.models import ToolCall
-from hintloop.replay.episode import NOT_SAMPLED, Episode, HintSite, Outcome, PreferencePair, Turn
+from hintloop.replay.episode import NOT_SAMPLED, Outcome, PreferencePair, Turn
+
+from ..rollout.recordings import call, recorded
 
 
 @pytest.fixture(scope="module")
 def chat() -> ChatFormat:
     return load_renderer(find_model("student-tiny"))
-
-
-def call(name: str, arguments: object, text: str, message: str | None = None) -> Turn:
-    return Turn("tool", 0, 0, text, name, json.dumps(arguments), error_message=message)
-
-
-def recorded(*turns: Turn, sites: tuple[tuple[int, str], ...] = ()) -> Episode:
-    return Episode(
-        episode_id="codex/s/main/1",
-        group_id="codex/s/main/1",
-        task_id="codex/s",
-        env="recorded",
-        source="codex",
-        created_at=0.0,
-        model="gpt",
-        tokenizer_fingerprint="",
-        token_ids=(),
-        loss_mask=(),
-        logprobs=(),
-        policy_versions=(),
-        turns=turns,
-        outcome=Outcome.UNGRADED,
-        reward=None,
-        hint_sites=tuple(HintSite(turn, kind, "", 0, 0, 0, ()) for turn, kind in sites),
-    )
 
 
 FAILING = Turn(
@@ -61,9 +37,9 @@ EPISODE = recorded(
     Turn("user", 0, 0, "list the files"),
     FAILING,
     call("shell", {"command": "lss"}, "lss: command not found"),
-    call("shell", "bare text", "", message="no result was recorded"),
+    call("shell", "bare text", None),
     Turn("assistant", 0, 0, "done"),
-    sites=((1, "command_not_found"),),
+    sites=(1,),
 )
 
 
@@ -121,7 +97,7 @@ def test_a_hint_behind_a_tool_result_is_what_the_template_makes_of_it(chat: Chat
         call("shell", {}, "ok"),
         FAILING,
         call("shell", {"command": "lss"}, "no"),
-        sites=((3, "command_not_found"),),
+        sites=(3,),
     )
     made = tokenise(episode, chat).episode
     (site,) = made.hint_sites
@@ -150,9 +126,7 @@ def test_every_kind_has_a_hint_that_names_the_error_and_no_tool_of_ours(kind: st
 
 
 def test_a_kind_without_template_is_dropped_and_counted(chat: ChatFormat) -> None:
-    odd = recorded(
-        Turn("user", 0, 0, "x"), replace(FAILING, error_kind="moonlight"), sites=((1, "moonlight"),)
-    )
+    odd = recorded(Turn("user", 0, 0, "x"), replace(FAILING, error_kind="moonlight"), sites=(1,))
     result = tokenise(odd, chat)
     assert result.episode.hint_sites == ()
     assert result.dropped == {"no hint template for moonlight": 1}

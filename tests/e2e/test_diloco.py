@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import copy
 import json
-import os
-import signal
-import subprocess
-import sys
+import multiprocessing
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from importlib import resources
+from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +22,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoTokenizer
 
+from hintloop.cli.main import run_command
 from hintloop.learner.batch import BatchRules, build_step
 from hintloop.learner.config import LearnerConfig
 from hintloop.learner.models import SideWeights, load_model, make_optimizer
@@ -38,6 +38,8 @@ from ..learner.factory import make_groups
 pytest.importorskip("torchft", reason="needs torchft, of the extra replicas")
 
 COUNT, VICTIM = 3, 1
+EVERYONE = tuple(range(COUNT))
+SURVIVORS = tuple(index for index in EVERYONE if index != VICTIM)
 ROUNDS, SYNC_EVERY = 4, 2
 DEADLINE_S = 600
 SETTINGS = LearnerConfig(
@@ -49,6 +51,17 @@ SETTINGS = LearnerConfig(
     idle_timeout_s=DEADLINE_S,
 )
 OUTER = {"outer_lr": 0.6, "outer_momentum": 0.8}
+STREAMING = {
+    "learner.steps": 16,
+    "replicas.sync_every": 4,
+    "replicas.fragments": 2,
+    "replicas.fragment_sync_delay": 1,
+    "replicas.fragment_update_alpha": 0.25,
+}
+"""Every second step a fragment is sent, and at the next step its average is waited for."""
+FORKED = multiprocessing.get_context("forkserver")
+"""Learners are forks of one process that has the libraries: to import them takes each longer than all that it does."""
+FORKED.set_forkserver_preload(["hintloop.cli.main", "hintloop.learner.run", "hintloop.learner.replicas.live"])
 
 
 class Run:
@@ -56,26 +69,27 @@ class Run:
 
     def __init__(self, folder: Path, lighthouse: str) -> None:
         self.folder, self._lighthouse = folder, lighthouse
-        self.processes: dict[int, subprocess.Popen[bytes]] = {}
+        self.processes: dict[int, ForkServerProcess] = {}
         self._writer = Journal(folder / "journal").writer("recorded")
 
-    def start(self, index: int) -> None:
-        """Start a replica, or start it again."""
+    def start(self, index: int, changes: dict[str, float] | None = None) -> None:
+        """Start a replica, or start it again; ``changes`` are settings of its own."""
         settings = SETTINGS.model_dump(mode="json", exclude_unset=True)
         settings["max_staleness"] = "none"
-        assignments = [f"learner.{key}={value}" for key, value in settings.items()]
-        assignments += ["rollout.groups_per_step=1", f"replicas.sync_every={SYNC_EVERY}"]
-        assignments += [f"replicas.{key}={value}" for key, value in OUTER.items()]
+        every = {f"learner.{key}": value for key, value in settings.items()}
+        every |= {"rollout.groups_per_step": 1, "replicas.sync_every": SYNC_EVERY}
+        every |= {f"replicas.{key}": value for key, value in OUTER.items()} | (changes or {})
+        assignments = [f"{key}={value}" for key, value in every.items()]
         options = ["--replicas", str(COUNT), "--replica", str(index), "--lighthouse", self._lighthouse]
-        command = [sys.executable, "-m", "hintloop.cli.main", "learn", "--run", str(self.folder), "--follow"]
-        with (self.folder / f"{index}.log").open("ab") as log:
-            self.processes[index] = subprocess.Popen(
-                [*command, *options, *(word for a in assignments for word in ("--set", a))],
-                env={**os.environ, "OMP_NUM_THREADS": "1", "RUST_LOG": "error"},
-                stdout=log,
-                stderr=log,
-                stdin=subprocess.DEVNULL,
-            )
+        options += [word for assignment in assignments for word in ("--set", assignment)]
+        words = ["learn", "--run", str(self.folder), "--follow", *options]
+        self.processes[index] = FORKED.Process(target=run_command, args=(words,), daemon=True)
+        self.processes[index].start()
+
+    def kill(self, index: int) -> None:
+        """SIGKILL."""
+        self.processes[index].kill()
+        self.processes[index].join()
 
     def feed(self, groups: list[list[Episode]]) -> None:
         """Append groups to the journal, one segment each."""
@@ -94,52 +108,58 @@ class Run:
         """Until something is true of all these replicas."""
         deadline = time.monotonic() + DEADLINE_S
         while not all(true(index) for index in indices):
-            ended = [i for i in indices if self.processes[i].poll() is not None]
-            if ended or time.monotonic() > deadline:
-                logs = "\n".join((self.folder / f"{i}.log").read_text()[-3000:] for i in indices)
-                pytest.fail(f"{what}: {f'{ended} ended' if ended else 'not in time'}\n{logs}")
+            ended = [i for i in indices if not self.processes[i].is_alive()]
+            assert not ended, f"{what}: {ended} ended"
+            assert time.monotonic() < deadline, f"{what}: not in time"
             time.sleep(0.05)
 
+    def end(self) -> None:
+        """Until all have done all steps."""
+        for index in EVERYONE:
+            self.processes[index].join(DEADLINE_S)
+            assert self.processes[index].exitcode == 0
+            assert self._status(index)["state"] == "ended: steps"
+
     def is_waiting(self, what: str, step: int) -> Callable[[int], bool]:
-        """Whether a replica that runs now waits for something after a step."""
+        """Whether a replica that runs now waits for something after that many steps or more."""
 
         def true(index: int) -> bool:
-            path = self.folder / f"replica-{index}" / "status" / "learner.json"
-            status = json.loads(path.read_text()) if path.exists() else {}
+            status = self._status(index)
             mine = status.get("pid") == self.processes[index].pid
-            return mine and status["state"] == f"waiting for {what}" and status["step"] == step
+            return mine and status["state"] == f"waiting for {what}" and status["step"] >= step
 
         return true
 
+    def _status(self, index: int) -> dict[str, Any]:
+        path = self.folder / f"replica-{index}" / "status" / "learner.json"
+        return json.loads(path.read_text()) if path.exists() else {}
+
 
 @pytest.fixture
-def run(tmp_path: Path) -> Iterator[Run]:
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Run]:
+    for name, value in {"OMP_NUM_THREADS": "1", "RUST_LOG": "error"}.items():
+        monkeypatch.setenv(name, value)
     with open_lighthouse(min_replicas=2, join_timeout_s=DEADLINE_S) as url:
         run = Run(tmp_path, url)
         yield run
-        for process in run.processes.values():
-            process.kill()
-            process.wait()
+        for index in run.processes:
+            run.kill(index)
 
 
 def play(run: Run, groups: list[list[Episode]]) -> None:
     """Everybody trains a round and half of the next; one dies; the others complete it and go on; it comes back."""
-    everyone, survivors = tuple(range(COUNT)), tuple(i for i in range(COUNT) if i != VICTIM)
-    for index in everyone:
+    for index in EVERYONE:
         run.start(index)
-    run.wait("start", run.is_waiting("episodes", 0), *everyone)
+    run.wait("start", run.is_waiting("episodes", 0), *EVERYONE)
     run.feed(groups[:9])
-    run.wait("half of the second round", run.is_waiting("episodes", 3), *everyone)
-    run.processes[VICTIM].send_signal(signal.SIGKILL)
-    run.processes[VICTIM].wait()
+    run.wait("half of the second round", run.is_waiting("episodes", 3), *EVERYONE)
+    run.kill(VICTIM)
     run.feed(groups[9:12])
-    run.wait("the second round and what the dead one had", run.is_waiting("episodes", 5), *survivors)
+    run.wait("the second round and what the dead one had", run.is_waiting("episodes", 5), *SURVIVORS)
     run.start(VICTIM)
     run.wait("return", run.is_waiting("the other replicas", 3), VICTIM)
     run.feed(groups[12:])
-    for index in everyone:
-        code = run.processes[index].wait(DEADLINE_S)
-        assert code == 0, (run.folder / f"{index}.log").read_text()[-3000:]
+    run.end()
 
 
 def reference(run: Run, groups: list[list[Episode]]) -> dict[str, torch.Tensor]:
@@ -235,3 +255,41 @@ def test_a_replica_that_is_killed_comes_back_and_all_end_where_one_process_would
         assert all(value.equal(published[name]) for name, value in found.items())
     for name, value in published.items():
         torch.testing.assert_close(value, expected[name], atol=1e-6, rtol=0)
+
+
+@pytest.mark.slow
+def test_a_replica_that_is_killed_with_a_fragment_on_its_way_comes_back_and_all_have_the_same(
+    run: Run,
+) -> None:
+    groups = make_groups(48, 2, sites=1, pairs=1)
+    for index in EVERYONE:
+        run.start(index, STREAMING)
+    run.wait("start", run.is_waiting("episodes", 0), *EVERYONE)
+    run.feed(groups[:15])
+    run.wait("a fragment on its way", run.is_waiting("episodes", 5), *EVERYONE)
+    run.kill(VICTIM)
+    sent = run.lines(VICTIM, "trained.jsonl")[4]["groups"]
+    run.feed(groups[15:23])
+    run.wait("another round", run.is_waiting("episodes", 8), *SURVIVORS)
+    run.start(VICTIM, STREAMING)
+    run.wait("return", run.is_waiting("the other replicas", 4), VICTIM)
+    run.feed(groups[23:])
+    run.end()
+
+    outer = [run.lines(index, "metrics/outer.jsonl") for index in range(COUNT)]
+    assert outer[0][-1]["contributors"] == [0, 1, 2]
+    assert [a["healed_from"] in SURVIVORS for a in outer[VICTIM]].count(True) == 1
+    assert all(a["healed_from"] is None for index in SURVIVORS for a in outer[index])
+    store = WeightStore(run.folder / "weights")
+    assert store.versions() == [1, 2, 3, 4]
+    published = load_file(store.fetch(4, run.folder / "cache") / "model.safetensors")
+    for index in EVERYONE:
+        common = run.folder / f"replica-{index}" / "checkpoints" / "v000004" / "published"
+        found = load_file(common / "model.safetensors")
+        assert found.keys() == published.keys()
+        assert all(value.equal(published[name]) for name, value in found.items())
+    taken = [g for i in range(COUNT) for t in run.lines(i, "trained.jsonl") for g in t["groups"]]
+    names = [group[0].group_id for group in groups]
+    assert {*taken, *sent} == set(names[: len({*taken, *sent})]), "none is left out"
+    twice = {name for name, times in Counter(taken).items() if times > 1}
+    assert twice <= set(names[9:12]), "only what was taken while the average before was on its way"

@@ -132,3 +132,12 @@ def make_groups(
         ]
         for g in range(count)
     ]
+
+
+def uneven_groups() -> list[list[list[Episode]]]:
+    """Two steps. In the micro-batches of a pair of processes, one lacks hints and pairs, or the policy loss, or all."""
+    random, rich = np.random.default_rng(0), {"sites": 2, "pairs": 1, "logprob": -3.7}
+    short = [make_episode(f"s{i}", "g", random, turns=1, reward=float(i)) for i in range(2)]
+    long = [make_episode(f"l{i}", "g", random, reward=float(i), **rich) for i in range(2)]  # type: ignore[arg-type]
+    lone = make_episode("n", "h", random, turns=4, **rich)  # type: ignore[arg-type]
+    return [[[short[0], *long]], [short, [lone]]]

@@ -7,15 +7,13 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
 from hintloop.learner.config import LearnerConfig
 from hintloop.learner.lora import add_lora
 from hintloop.learner.sharding import is_sharded, shard, whole
-from hintloop.replay.episode import Episode
 
-from .factory import make_episode, tiny_model
+from .factory import tiny_model, uneven_groups
 from .training import train
 
 CASES: dict[str, dict[str, Any]] = {
@@ -34,15 +32,6 @@ def main(out: Path, cases: list[str]) -> None:
     results = {case: steps(case, out / "trainer", sharded=True) for case in cases}
     torch.save(results, out / f"{os.environ['RANK']}.pt")
     torch.distributed.destroy_process_group()
-
-
-def uneven_groups() -> list[list[list[Episode]]]:
-    """Two steps. In the micro-batches of a pair of processes, one lacks hints and pairs, or the policy loss, or all."""
-    random, rich = np.random.default_rng(0), {"sites": 2, "pairs": 1, "logprob": -3.7}
-    short = [make_episode(f"s{i}", "g", random, turns=1, reward=float(i)) for i in range(2)]
-    long = [make_episode(f"l{i}", "g", random, reward=float(i), **rich) for i in range(2)]  # type: ignore[arg-type]
-    lone = make_episode("n", "h", random, turns=4, **rich)  # type: ignore[arg-type]
-    return [[[short[0], *long]], [short, [lone]]]
 
 
 def steps(case: str, folder: Path, *, sharded: bool = False) -> dict[str, Any]:

@@ -27,7 +27,7 @@ from hintloop.learner.replicas.lighthouse import open_lighthouse
 from hintloop.learner.replicas.live import ReplicaManager, StateLost
 from hintloop.learner.replicas.manager import MockManager, StoreManager
 from hintloop.learner.replicas.state import from_bytes, to_bytes
-from hintloop.learner.replicas.store import MissingRanks, ObjectStoreAllReduce
+from hintloop.learner.replicas.store import MissingRanks, ObjectStoreAllReduce, Stopped
 from hintloop.learner.replicas.transport import SafetensorsTransport
 
 from .outer import ROUNDS, SCHEDULES, contribution, inner_step, toy
@@ -146,6 +146,20 @@ def test_a_rank_that_starts_again_in_mid_round_counts_once_with_what_it_first_ga
     assert float(mean) == float(results[0]) == 2.0
     (late,) = other.average(0, [torch.tensor(9.0)])
     assert float(late) == 2.0, "a complete round can be read again"
+
+
+def test_a_wait_ends_when_told_to_stop_and_what_was_given_stays_for_the_round(tmp_path: Path) -> None:
+    waited: list[tuple[int, ...]] = []
+    options: dict[str, Any] = {"timeout_s": 30.0, "poll_s": 0.01, "stopped": lambda: len(waited) == 3}
+    with pytest.raises(Stopped, match="round 0"):
+        ObjectStoreAllReduce(tmp_path, 0, 2, waiting=waited.append, **options).average(0, [torch.tensor(1.0)])
+    assert waited == [(1,)] * 3
+    other = ObjectStoreAllReduce(tmp_path, 1, 2, timeout_s=30.0, poll_s=0.01)
+    (mean,) = other.average(0, [torch.tensor(3.0)])
+    assert float(mean) == 2.0
+    again = ObjectStoreAllReduce(tmp_path, 0, 2, **{**options, "stopped": lambda: True})
+    (late,) = again.average(0, [torch.tensor(9.0)])
+    assert float(late) == 2.0, "nothing is left to wait for"
 
 
 def test_a_rank_with_a_state_that_is_too_old_is_refused(tmp_path: Path) -> None:

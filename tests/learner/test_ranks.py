@@ -21,11 +21,10 @@ from hintloop.learner.run import run_learner
 from hintloop.replay.journal import Journal
 
 from .factory import make_groups
-from .ranks import steps
+from .ranks import CASES, steps
 
 TESTS = Path(__file__).parents[1]
 DEADLINE_S = 240
-LOSSES = ("dapo", "grpo")
 
 
 def run_ranks(out: Path, count: int) -> list[tuple[int, str]]:
@@ -36,7 +35,7 @@ def run_ranks(out: Path, count: int) -> list[tuple[int, str]]:
     common = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(count)}
     started = [
         subprocess.Popen(
-            [sys.executable, "-m", "learner.ranks", str(out), *LOSSES],
+            [sys.executable, "-m", "learner.ranks", str(out), *CASES],
             cwd=TESTS,
             env={**common, "RANK": str(rank), "LOCAL_RANK": str(rank), "ACCELERATE_USE_CPU": "1"},
             stdout=subprocess.PIPE,
@@ -57,8 +56,8 @@ def test_two_processes_make_the_step_of_one(tmp_path: Path) -> None:
     for code, output in run_ranks(tmp_path / "two.pt", 2):
         assert code == 0, output[-2000:]
     both = torch.load(tmp_path / "two.pt", weights_only=True)
-    for loss_type in LOSSES:
-        one, two = steps(loss_type, tmp_path / "trainer"), both[loss_type]
+    for case in CASES:
+        one, two = steps(case, tmp_path / "trainer"), both[case]
         for before, after in zip(one["gradients"], two["gradients"], strict=True):
             assert before.norm() > 1e-3
             assert (before - after).norm() < 1e-5 * max(1.0, float(before.norm()))

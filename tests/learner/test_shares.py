@@ -2,22 +2,30 @@
 
 from __future__ import annotations
 
+import json
+import os
+import signal
+import time
 from collections import Counter
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from safetensors.torch import load_file
 
 from hintloop.learner.config import LearnerConfig
 from hintloop.learner.models import SideWeights, make_optimizer
 from hintloop.learner.ranks import Trained
 from hintloop.learner.replicas.config import ReplicasConfig
+from hintloop.learner.replicas.manager import StoreManager
 from hintloop.learner.replicas.replica import Replica
 from hintloop.learner.replicas.share import OrderedJournal, ShareSource
 from hintloop.learner.replicas.state import from_bytes, to_bytes
+from hintloop.learner.replicas.store import ObjectStoreAllReduce
 from hintloop.learner.run import run_learner
 from hintloop.learner.source import GroupSource, ReadableJournal
 from hintloop.replay.episode import Episode
@@ -73,6 +81,7 @@ class Memory:
 
 
 GROUPS = make_groups(24, 1)
+NEWEST = "checkpoints/v000002/model"
 
 
 @given(data=st.data())
@@ -84,9 +93,10 @@ def test_every_group_enters_one_average_once_whoever_comes_and_goes(
     open_source = opener(journal)
     live = {index: ShareSource(open_source, journal, index, (0, 1, 2)) for index in range(3)}
     done: Counter[str] = Counter()
+    late: dict[int, list[str]] = {}
     for _ in range(15):
         members = next(iter(live.values())).members
-        trained: dict[int, list[str]] = {index: [] for index in live}
+        trained = {index: late.get(index, []) for index in live}
         for _ in range(data.draw(st.integers(1, 2), "steps")):
             for index, source in live.items():
                 trained[index] += names(source.take(2))
@@ -102,15 +112,20 @@ def test_every_group_enters_one_average_once_whoever_comes_and_goes(
         committed = data.draw(st.booleans(), "committed") if data.draw(st.booleans()) else True
         for source in live.values():
             source.close(tuple(sorted(live)), contributors)
+        on_its_way = data.draw(st.booleans(), "a step while the average is on its way")
+        late = {index: names(source.take(2)) if on_its_way else [] for index, source in live.items()}
+        for source in live.values():
             source.settle(committed)
         if committed:
             done.update(name for index in contributors for name in trained[index])
+        else:
+            late = {}
         states = [source.state() for source in live.values()]
         assert all(state == states[0] for state in states), "all know the same"
-        if all(source.at_end() for source in live.values()):
-            break
         assert max(done.values(), default=1) == 1
-    assert not donor.at_end() or done.keys() == {f"g{number}" for number in range(24)}
+        if not any(late.values()) and all(source.at_end() for source in live.values()):
+            assert done.keys() == {f"g{number}" for number in range(24)}
+            break
 
 
 def test_a_share_goes_round_the_members_and_a_dead_ones_comes_back_first(tmp_path: Path) -> None:
@@ -208,17 +223,41 @@ def test_what_a_healed_replica_takes_over_is_all_that_training_changes(tmp_path:
     assert to_bytes(made[0].state()) == to_bytes(made[1].state())
 
 
-def replicated(folder: Path, steps: int, **replicas: Any) -> Any:
-    """One replica that is alone, in a folder of rounds."""
+def replicated(
+    folder: Path, steps: int, *, count: int = 1, index: int = 0, run: str = "run", **replicas: Any
+) -> Any:
+    """One replica, alone unless there are others, in a folder of rounds."""
     return run_learner(
         folder / "student",
         str(folder / "journal"),
         str(folder / "weights"),
-        folder / "run",
+        folder / run,
         LearnerConfig(steps=steps, groups_per_step=2, micro_batches=1, max_staleness=None),
         follow=False,
-        replicas=ReplicasConfig(count=1, rounds=str(folder / "rounds"), **replicas),
+        replicas=ReplicasConfig(count=count, index=index, rounds=str(folder / "rounds"), **replicas),
     )
+
+
+def one_of_two(folder: Path, steps: int, index: int, **replicas: Any) -> Any:
+    options = {"count": 2, "index": index, "run": f"replica-{index}", "round_timeout_s": 120.0, **replicas}
+    return replicated(folder, steps, **options)
+
+
+def await_waiting(folder: Path) -> None:
+    """Until the first of two replicas waits for the second."""
+    status, deadline = folder / "replica-0" / "status" / "learner.json", time.monotonic() + 60
+    while not status.exists() or json.loads(status.read_text())["state"] != "waiting for replica 1":
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def both(folder: Path, steps: int, **replicas: Any) -> None:
+    """Two replicas until they have done the steps. The first waits for the second: loading is not for two threads."""
+    with ThreadPoolExecutor(1) as thread:
+        first = thread.submit(one_of_two, folder, steps, 0, **replicas)
+        await_waiting(folder)
+        assert one_of_two(folder, steps, 1, **replicas).reason == "steps"
+        assert first.result(60).reason == "steps"
 
 
 def test_a_round_is_a_version_and_the_last_one_is_filled_up(tmp_path: Path) -> None:
@@ -235,7 +274,12 @@ def test_a_round_is_a_version_and_the_last_one_is_filled_up(tmp_path: Path) -> N
 def test_of_a_streamed_model_what_all_have_in_common_is_published(tmp_path: Path) -> None:
     save_student(tmp_path / "student")
     write(tmp_path / "journal", 16)
-    streaming = {"sync_every": 4, "fragments": 2, "fragment_sync_delay": 1, "fragment_update_alpha": 0.5}
+    streaming: dict[str, Any] = {
+        "sync_every": 4,
+        "fragments": 2,
+        "fragment_sync_delay": 1,
+        "fragment_update_alpha": 0.5,
+    }
     assert replicated(tmp_path, 4, **streaming).version == 1
     summary = replicated(tmp_path, 8, **streaming)
     assert (summary.step, summary.version, summary.reason) == (8, 2, "steps")
@@ -252,3 +296,56 @@ def test_a_run_folder_that_is_no_replicas_is_refused(tmp_path: Path) -> None:
     (tmp_path / "run" / "outer" / "v000001.safetensors").unlink()
     with pytest.raises(ValueError, match="no outer state of version 1"):
         replicated(tmp_path, 4, sync_every=2)
+
+
+@pytest.mark.parametrize(
+    "schedule",
+    [
+        {"sync_every": 2},
+        {"sync_every": 4, "fragments": 2, "fragment_sync_delay": 1, "fragment_update_alpha": 0.5},
+    ],
+)
+def test_sigterm_ends_a_wait_for_other_replicas_and_the_round_goes_on_later(
+    tmp_path: Path, schedule: dict[str, Any]
+) -> None:
+    """One of two is stopped while it waits in the second round; both end where they would have without that."""
+    every, kept = schedule["sync_every"], []
+    for name in ("whole", "stopped"):
+        folder = tmp_path / name
+        save_student(folder / "student")
+        write(folder / "journal", 8 * every)
+        if name == "stopped":
+            both(folder, every, **schedule)
+            summary, seconds = stopped_while_waiting(folder, 2 * every, **schedule)
+            assert (summary.reason, summary.step, summary.version) == ("signal", every, 1)
+            assert seconds < 20, "of the two minutes that a round may take"
+            rounds = sorted(path.name for path in (folder / "rounds").iterdir())
+            given = [path.name for path in (folder / "rounds" / rounds[-1]).iterdir()]
+            assert given == ["rank-0-of-2.safetensors"]
+        both(folder, 2 * every, **schedule)
+        kept.append([load_file(folder / f"replica-{i}" / NEWEST / "model.safetensors") for i in range(2)])
+    for undisturbed, stopped in zip(*kept, strict=True):
+        assert all(value.equal(stopped[name]) for name, value in undisturbed.items())
+
+
+def test_a_replica_that_is_told_to_stop_leaves_the_last_version_to_those_before_it(tmp_path: Path) -> None:
+    for index in range(2):
+        config = ReplicasConfig(count=2, index=index, rounds=str(tmp_path / "rounds"), sync_every=2)
+        weights = WeightStore(tmp_path / "weights")
+        replica = Replica(config, LearnerConfig(), weights, tmp_path / "run", lambda: True)
+        replica._manager = StoreManager(ObjectStoreAllReduce(tmp_path / "rounds", index, 2))
+        assert replica.publishes_last(1) == (index == 0)
+
+
+def stopped_while_waiting(folder: Path, steps: int, **replicas: Any) -> tuple[Any, float]:
+    """How the first of two replicas ends that gets SIGTERM when it waits for the other, and how soon."""
+
+    def stop_when_waiting() -> float:
+        await_waiting(folder)
+        os.kill(os.getpid(), signal.SIGTERM)
+        return time.monotonic()
+
+    with ThreadPoolExecutor(1) as thread:
+        sent = thread.submit(stop_when_waiting)
+        summary = one_of_two(folder, steps, 0, **replicas)
+        return summary, time.monotonic() - sent.result()

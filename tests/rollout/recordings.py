@@ -26,7 +26,7 @@ def recorded(*turns: Turn, name: str = "a", sites: tuple[int, ...] = ()) -> Epis
         turns=turns,
         outcome=Outcome.UNGRADED,
         reward=None,
-        hint_sites=tuple(HintSite(turn, "command_not_found", "", 0, 0, 0, ()) for turn in sites),
+        hint_sites=tuple(HintSite(turn, turns[turn].error_kind or "", "", 0, 0, 0, ()) for turn in sites),
     )
 
 
