@@ -10,12 +10,25 @@ from rich.console import Console
 from rich.progress import Progress
 
 from hintloop.cli.output import show_json, table
-from hintloop.envs.check import Finding, check_task
+from hintloop.envs.check import MANIFEST, Finding, check_task
+from hintloop.envs.registry import get_task
 from hintloop.envs.sandbox.providers import open_provider
 from hintloop.envs.task import Task
 
 MAX_SHOWN = 40
 """Failed checks that the table lists."""
+
+
+def load(task_ids: Sequence[str]) -> tuple[list[Task], list[Finding]]:
+    """The tasks that can be read, and a failed check for each other. ``KeyError`` for an id that is not known."""
+    tasks: list[Task] = []
+    unreadable: list[Finding] = []
+    for task_id in task_ids:
+        try:
+            tasks.append(get_task(task_id))
+        except ValueError as error:
+            unreadable.append(Finding(task_id, MANIFEST, False, str(error)))
+    return tasks, unreadable
 
 
 def check_all(tasks: Sequence[Task], *, sandbox: str, times: int, jobs: int) -> list[Finding]:

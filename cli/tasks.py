@@ -65,8 +65,9 @@ def show_task(
     Example: `hintloop tasks show bugfix/add-add-all.0.0`
     """
     from hintloop.cli.output import show_json
+    from hintloop.envs.registry import get_task
 
-    task = _tasks_at(task_id, None, tasks)[0]
+    task = get_task(_ids_at(task_id, None, tasks)[0])
     if as_json:
         show_json(_facts(task, solution=solution))
         return
@@ -118,10 +119,10 @@ def check_tasks(
 
     Exit code 1 when a check fails. Example: `hintloop tasks check mytasks --times 5`
     """
-    from hintloop.cli.check import check_all, show_findings
+    from hintloop.cli.check import check_all, load, show_findings
 
-    chosen = _tasks_at(place, split, tasks)[:limit]
-    findings = check_all(chosen, sandbox=sandbox, times=times, jobs=jobs)
+    chosen, unreadable = load(_ids_at(place, split, tasks)[:limit])
+    findings = unreadable + check_all(chosen, sandbox=sandbox, times=times, jobs=jobs)
     show_findings(findings, as_json=as_json)
     if not all(finding.passed for finding in findings):
         raise typer.Exit(EXIT_UNFIT)
@@ -160,19 +161,18 @@ def _chosen(found: TaskSet, split: str | None) -> dict[str, list[str]]:
     return {name: ids for name, ids in splits.items() if split in (None, name)}
 
 
-def _tasks_at(place: str, split: str | None, of: str | None = None) -> list[Task]:
-    """The tasks of a set, or one task by its id; ``of`` is the set's own place."""
-    from hintloop.envs.registry import get_task, taskset_names
+def _ids_at(place: str, split: str | None, of: str | None = None) -> list[str]:
+    """The ids of a set's tasks, or of the one task that ``place`` names; ``of`` is the set's own place."""
+    from hintloop.envs.registry import taskset_names
 
     if of is not None:
         find(of)
     if place.partition("/")[0] in taskset_names() and "/" in place and not Path(place).exists():
-        return [get_task(place)]
-    found = find(place)
-    tasks = [found.get(task_id) for ids in _chosen(found, split).values() for task_id in ids]
-    if not tasks:
+        return [place]
+    ids = [task_id for ids in _chosen(find(place), split).values() for task_id in ids]
+    if not ids:
         raise UserError(f"no tasks in {place}")
-    return tasks
+    return ids
 
 
 def _solution_files(task: Task) -> dict[str, str]:

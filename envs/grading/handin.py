@@ -43,12 +43,24 @@ def solved(provider: SandboxProvider, task: Task) -> Files:
     """What the reference solution hands in. Raises ``SolutionFailed`` and ``SandboxDead``."""
     if isinstance(task.solution, dict):
         return {**task.files, **task.solution}
-    sandbox = provider.start(task.files, task.sandbox)
+    sandbox = start_solved(provider, task)
     try:
-        _run(task.solution, sandbox)
         return hand_in(task, sandbox).files
     finally:
         sandbox.close()
+
+
+def start_solved(provider: SandboxProvider, task: Task) -> Sandbox:
+    """A sandbox in which the reference solution has done its work. Raises ``SolutionFailed`` and ``SandboxDead``."""
+    if isinstance(task.solution, dict):
+        return provider.start({**task.files, **task.solution}, task.sandbox)
+    sandbox = provider.start(task.files, task.sandbox)
+    try:
+        _run(task.solution, sandbox)
+    except BaseException:
+        sandbox.close()
+        raise
+    return sandbox
 
 
 def _run(script: Script, sandbox: Sandbox) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import os
 import select
 import socket
 from collections.abc import Iterator
@@ -76,7 +77,7 @@ def container_config(spec: ContainerSpec) -> dict[str, Any]:
         "LogConfig": {"Type": "none", "Config": {}},
         "Memory": memory,
         "MemorySwap": memory,
-        "NanoCpus": int(spec.cpus * 1e9),
+        "NanoCpus": int(min(spec.cpus, os.cpu_count() or spec.cpus) * 1e9),  # more than there are is refused
         "NetworkMode": "none",
         # gVisor's kernel is itself threads on the host; inside, it has a limit of its own
         "PidsLimit": limits.PROCESSES * (32 if spec.own_kernel else 1) + 1,

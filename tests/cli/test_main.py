@@ -157,6 +157,27 @@ def test_a_task_of_a_folder_is_shown_by_its_id(tmp_path: Path, capsys: pytest.Ca
     assert "own-set/one" in capsys.readouterr().out.splitlines()
 
 
+def test_a_task_that_cannot_be_read_fails_its_check_and_no_other(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "partly-read"
+    for name in ("whole", "torn"):
+        assert run_command(["tasks", "new", str(folder / name)]) == 0
+    (folder / "torn" / "tests" / "test.sh").unlink()
+    capsys.readouterr()
+    assert run_command(["tasks", "check", str(folder), "--times", "1", "--json"]) == 1
+    found = json.loads(capsys.readouterr().out)
+    assert [row for row in found if not row["passed"]] == [
+        {
+            "task_id": "partly-read/torn",
+            "check": "static.manifest",
+            "passed": False,
+            "detail": "task torn: there is no test.sh",
+        }
+    ]
+    assert {row["task_id"] for row in found if row["passed"]} == {"partly-read/whole"}
+
+
 @pytest.mark.parametrize("server", ["env", "expert"])
 def test_port_that_is_taken(fails: Fails, server: str) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:

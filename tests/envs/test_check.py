@@ -10,17 +10,20 @@ import pytest
 
 from hintloop.envs.check import check_task
 from hintloop.envs.harbor import load_taskset_folder
+from hintloop.envs.sandbox.base import SandboxSpec
 from hintloop.envs.sandbox.local import LocalProvider
 from hintloop.envs.skeleton import KINDS, write_skeleton
 from hintloop.envs.task import Case, FunctionTests, Script, Task
 
 GOOD, BAD = "def double(x):\n    return x * 2\n", "def double(x):\n    return x + 2\n"
+SED = "#!/bin/sh\nsed -i 's/x + 2/x * 2/' solution.py\n"
 CASES = tuple(Case((x,), 2 * x) for x in range(4))
+TESTS = FunctionTests("solution.py", "double", CASES[:2], CASES)
 TASK = Task(
     "checked/double",
     "Mend `solution.py`: double should give twice its argument",
     {"solution.py": BAD},
-    FunctionTests("solution.py", "double", CASES[:2], CASES),
+    TESTS,
     {"solution.py": GOOD},
 )
 
@@ -47,6 +50,10 @@ def test_a_good_task_passes_everything(provider: LocalProvider) -> None:
         ({"instruction": " "}, {"static.manifest"}),
         ({"max_turns": 0}, {"static.manifest"}),
         ({"instruction": "Mend `other.py`"}, {"runtime.task_declaration_accuracy"}),
+        ({"instruction": "See `python3 -m pytest other.py`"}, {"runtime.task_declaration_accuracy"}),
+        ({"sandbox": SandboxSpec(memory=2**60)}, {"static.resource_declaration"}),
+        ({"sandbox": SandboxSpec(cpus=0.0)}, {"static.resource_declaration"}),
+        ({"tests": replace(TESTS, visible=(Case((1,), 3),))}, {"hintloop.visible_tests"}),
         ({"solution": {"solution.py": BAD}}, {"semantic.oracle_max"}),
         ({"files": {"solution.py": GOOD}}, {"semantic.floor_gap"}),
         ({"files": {"solution.py": BAD, "backup.py": GOOD}}, {"semantic.no_solution_leakage"}),
@@ -60,8 +67,14 @@ def test_what_is_wrong_fails_its_check(
 
 def test_a_grader_that_changes_its_mind_is_found(provider: LocalProvider) -> None:
     chance = "import random\ndef double(x):\n    return x * random.choice([2] * 9 + [3])\n"
-    task = replace(TASK, solution={"solution.py": chance}, tests=replace(TASK.tests, hidden=CASES * 12))
-    assert "semantic.verifier_determinism" in failed(provider, task)
+    task = replace(TASK, solution={"solution.py": chance}, tests=replace(TESTS, hidden=CASES * 12))
+    findings = check_task(provider, task, times=6)  # two may well be alike
+    assert "semantic.verifier_determinism" in {found.check for found in findings if not found.passed}
+
+
+def test_a_line_of_the_task_that_the_solution_has_twice_gives_nothing_away(provider: LocalProvider) -> None:
+    other = f'"""Or:\n{GOOD.replace("x * 2", "2 * x")}"""\n'
+    assert failed(provider, replace(TASK, solution={"solution.py": GOOD + other})) == set()
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -113,3 +126,29 @@ def test_a_skeleton_is_made_whole_or_not_at_all(tmp_path: Path) -> None:
         with pytest.raises(ValueError, match="a task"):
             write_skeleton(tmp_path / name, kind)
     assert [path.name for path in tmp_path.iterdir()] == ["task"]
+
+
+@pytest.mark.parametrize("name", ["solution.py", "made.txt", "/tmp/far.txt", "not-made.txt"])
+def test_files_that_a_script_makes_may_be_named(provider: LocalProvider, name: str) -> None:
+    solution = Script({}, "sed -i 's/x + 2/x * 2/' solution.py && touch made.txt /tmp/far.txt", timeout=20.0)
+    wrong = {"runtime.task_declaration_accuracy"} if name == "not-made.txt" else set()
+    assert failed(provider, replace(TASK, instruction=f"Mend it: `cat {name}`", solution=solution)) == wrong
+
+
+@pytest.mark.parametrize(
+    ("files", "command", "left", "leaks"),
+    [
+        ({"solution.py": GOOD}, "cp /solution/solution.py .", {}, False),
+        ({"solve.sh": f"cat >solution.py <<END\n{GOOD}END\n"}, "sh /solution/solve.sh", {}, False),
+        ({}, "sed -i 's/x + 2/x * 2/' solution.py", {}, False),
+        ({}, "sed -i 's/x + 2/x * 2/' solution.py", {"old.py": GOOD}, True),
+        ({"solution.py": GOOD}, "cp /solution/solution.py .", {"old.py": GOOD}, True),
+        ({"solve.sh": SED}, "sh /solution/solve.sh", {"hint.sh": SED}, True),
+    ],
+)
+def test_a_solution_script_gives_nothing_away_by_what_the_agent_has_anyway(
+    provider: LocalProvider, files: dict[str, str], command: str, left: dict[str, str], leaks: bool
+) -> None:
+    solution = Script(files, command, timeout=20.0)
+    found = failed(provider, replace(TASK, files={**TASK.files, **left}, solution=solution))
+    assert found == ({"semantic.no_solution_leakage"} if leaks else set())

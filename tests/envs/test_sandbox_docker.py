@@ -48,6 +48,12 @@ def soon_ready(provider: DockerProvider, count: int) -> bool:
     return provider.num_ready() == count
 
 
+def test_a_task_that_asks_for_more_processors_than_there_are_gets_these(provider: DockerProvider) -> None:
+    sandbox = provider.start({}, SandboxSpec(cpus=1000.0))
+    assert sandbox.exec("true", timeout=10).status is Status.OK
+    sandbox.close()
+
+
 def test_the_engine_enforces_every_limit(provider: DockerProvider) -> None:
     sandbox = provider.start({})
     told: dict[str, Any] = json.loads(
