@@ -18,6 +18,7 @@ from hintloop.envs.grading.grade import grade, max_seconds
 from hintloop.envs.grading.handin import hand_in
 from hintloop.envs.models import CodingState, TaskInfo, ToolCall, ToolResult, Trial
 from hintloop.envs.registry import get_task
+from hintloop.envs.rubric import NOT_A_CALL, EpisodeRubric
 from hintloop.envs.sandbox.base import Sandbox, SandboxDead, SandboxProvider, Unsupported
 from hintloop.envs.task import Task
 from hintloop.envs.tools import MAX_BASH_SECONDS, ToolBox, failure, tool_prompt
@@ -39,9 +40,11 @@ class CodingEnvironment(Environment[ToolCall, ToolResult, CodingState]):
     SUPPORTS_CONCURRENT_SESSIONS = True
 
     def __init__(self, provider: SandboxProvider):
-        super().__init__()
+        super().__init__(rubric=EpisodeRubric())
         self._provider = provider
         self._running: _Running | None = None
+        self._calls = 0
+        """Of the episode's steps, those that called a tool."""
         self._trials: Trials | None = None
         self._closed = False
         self._state = CodingState(isolation=provider.isolation)
@@ -55,6 +58,8 @@ class CodingEnvironment(Environment[ToolCall, ToolResult, CodingState]):
         """
         self._end()
         self._forget()
+        self._reset_rubric()
+        self._calls = 0
         try:
             task = get_task(str(task_id))
         except KeyError as error:
@@ -131,22 +136,25 @@ class CodingEnvironment(Environment[ToolCall, ToolResult, CodingState]):
         call = action if action.keep == "no" else action.model_copy(update={"keep": "no"})
         result = running.tools.call(call) if _is_text(action) else _NOT_TEXT
         trials.after(step, action, result)
+        self._calls += result.error is None or result.error.kind not in NOT_A_CALL
         submitted = action.malformed is None and action.name == "submit" and result.error is None
         if submitted or step >= running.task.max_turns:
             trials.copy(running.sandbox)
-            return self._finish(running, result, submitted)
+            return self._finish(running, action, result, submitted)
         return result
 
-    def _finish(self, running: _Running, result: ToolResult, submitted: bool) -> ToolResult:
+    def _finish(self, running: _Running, action: ToolCall, result: ToolResult, submitted: bool) -> ToolResult:
         """Grade what the agent leaves, with nothing of it alive. Only work that was handed in can earn."""
         handed_in = hand_in(running.task, running.sandbox)
         self._end()
         grading = grade(self._provider, running.task, handed_in.files)
-        parts = {**grading.parts, "submitted": float(submitted)}
+        steps = self._state.step_count
+        parts = {**grading.parts, "submitted": float(submitted), "format": self._calls / steps}
+        parts["cost"] = steps / running.task.max_turns
         if handed_in.left_out:
             parts["left_out"] = float(handed_in.left_out)
-        reward = grading.reward if submitted else 0.0
-        return result.model_copy(update={"done": True, "reward": reward, "reward_parts": parts})
+        graded = result.model_copy(update={"done": True, "reward": grading.reward, "reward_parts": parts})
+        return graded.model_copy(update={"reward": self._apply_rubric(action, graded)})
 
     def _try(self, running: _Running | None, action: ToolCall, trial: Trial) -> ToolResult:
         """``ValueError`` for a state that was not kept; the client gets its text."""

@@ -74,7 +74,29 @@ def test_a_submission_without_a_readable_file_fails(provider: LocalProvider, com
     last = env.step(SUBMIT)
     assert last.done
     assert last.reward == 0.0
-    assert last.reward_parts == {"tests": 0.0, "submitted": 1.0}
+    assert (last.reward_parts["tests"], last.reward_parts["submitted"]) == (0.0, 1.0)
+
+
+def test_rubrics_tell_what_the_reward_is_made_of(provider: LocalProvider) -> None:
+    env, seen = CodingEnvironment(provider), []
+    assert env.rubric is not None
+    env.rubric.register_forward_hook(lambda rubric, action, observation, reward: seen.append(reward))
+    for calls, scores in (
+        (
+            [ToolCall(malformed="{"), MEND, SUBMIT],
+            {"tests": 1.0, "submitted": 1.0, "format": 2 / 3, "cost": 0.75},
+        ),
+        ([MEND] * 4, {"tests": 1.0, "submitted": 0.0, "format": 1.0, "cost": 1.0}),
+        ([SUBMIT], {"tests": 0.25, "submitted": 1.0, "format": 1.0, "cost": 0.25}),
+    ):
+        env.reset(task_id=TASK.task_id)
+        last = [env.step(call) for call in calls][-1]
+        assert (
+            last.reward_parts
+            == scores
+            == {name: part.last_score for name, part in env.rubric.named_children()}
+        )
+    assert seen == [1.0, 0.0, 0.0]
 
 
 def test_nothing_of_the_agent_is_alive_when_its_work_is_graded(provider: LocalProvider) -> None:

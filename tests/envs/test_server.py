@@ -168,14 +168,14 @@ def test_a_solved_episode_has_reward_one(server: Server) -> None:
     assert mended.reward is None
     assert last.done
     assert last.reward == 1.0
-    assert last.reward_parts == {"tests": 1.0, "submitted": 1.0}
+    assert last.reward_parts == {"tests": 1.0, "submitted": 1.0, "format": 1.0, "cost": 1.0}
 
 
 def test_a_wrong_submission_has_reward_zero_and_keeps_its_parts(server: Server) -> None:
     *_, last = play_once(server.url, SUBMIT)
     assert last.done
     assert last.reward == 0.0
-    assert last.reward_parts == {"tests": 0.25, "submitted": 1.0}
+    assert last.reward_parts == {"tests": 0.25, "submitted": 1.0, "format": 1.0, "cost": 0.25}
 
 
 def test_an_episode_that_runs_out_of_turns_is_graded_but_earns_nothing(server: Server) -> None:
@@ -183,7 +183,7 @@ def test_an_episode_that_runs_out_of_turns_is_graded_but_earns_nothing(server: S
     assert not any(result.done for result in before)
     assert last.done
     assert last.reward == 0.0
-    assert last.reward_parts == {"tests": 1.0, "submitted": 0.0}
+    assert last.reward_parts == {"tests": 1.0, "submitted": 0.0, "format": 1.0, "cost": 1.0}
     assert last.output.startswith("1: ")
 
 
@@ -199,7 +199,7 @@ def test_errors_of_the_agent_are_data(server: Server) -> None:
     assert kinds == ["json_decode", "tool_not_found", "file_not_found", "type_error"]
     assert last.done
     assert last.reward == 0.0
-    assert last.reward_parts["submitted"] == 0.0
+    assert (last.reward_parts["submitted"], last.reward_parts["format"]) == (0.0, 0.25)
 
 
 def test_a_session_serves_many_episodes_with_fresh_files(server: Server) -> None:

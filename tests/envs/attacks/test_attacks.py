@@ -10,7 +10,7 @@ from hintloop.envs.sandbox.base import SandboxProvider
 from . import assertion_attacks, function_attacks
 from .repository_attacks import PATHS
 from .tasks import ASSERTIONS, ENDED_LOOPS, FUNCTION, SOLVED
-from .work import HONEST, Attack, Outcome, play, source
+from .work import HONEST, Attack, play, source
 
 TASKS = {"cases": FUNCTION, "assertions": ASSERTIONS}
 ATTACKS = {"cases": function_attacks.ATTACKS, "assertions": assertion_attacks.ATTACKS}
@@ -24,7 +24,9 @@ def test_no_attack_gets_a_reward(provider: SandboxProvider, grader: str, name: s
 
 @pytest.mark.parametrize("grader", TASKS)
 def test_solutions_get_everything(provider: SandboxProvider, grader: str) -> None:
-    assert play(provider, TASKS[grader], Attack(SOLVED)) == Outcome(1.0, {"tests": 1.0, "submitted": 1.0})
+    found = play(provider, TASKS[grader], Attack(SOLVED))
+    assert (found.reward, found.parts["tests"], found.parts["submitted"]) == (1.0, 1.0, 1.0), found
+    assert not found.parts.get("forged")
 
 
 @pytest.mark.parametrize("name", HONEST)

@@ -42,7 +42,9 @@ def test_no_attack_gets_a_reward(provider: SandboxProvider, outcomes: dict[str, 
 
 
 def test_the_solution_gets_everything(provider: SandboxProvider) -> None:
-    assert play(provider, REPOSITORY, Attack(SOLVED)) == Outcome(1.0, {"tests": 1.0, "submitted": 1.0})
+    found = play(provider, REPOSITORY, Attack(SOLVED))
+    assert (found.reward, found.parts["tests"], found.parts["submitted"]) == (1.0, 1.0, 1.0), found
+    assert not found.parts.get("forged")
 
 
 @pytest.mark.parametrize("name", HONEST)
