@@ -87,7 +87,8 @@ def _docker() -> dict[str, Any]:
     try:
         engine = Engine()
         with contextlib.closing(engine):
-            runtimes = ", ".join(engine.runtimes())
+            found = engine.runtimes()
+            runtimes = ", ".join(found) + ("" if "runsc" in found else " (no runsc, so no docker+gvisor)")
             if engine.find_image(IMAGE) is None:
                 return _row("docker sandboxes", f"runtimes {runtimes}; no image {IMAGE}", "weak")
     except SandboxDead as error:
