@@ -2,7 +2,7 @@
 
 For each number of segments: a journal of 16 writers with one episode in each segment, first with one file per
 segment, then merged, then while somebody appends to it. For each number of megabytes: a Claude Code file of that size
-(compactions, results stored twice as the tool does, some errors) is taken into a journal. Times are processor times,
+(compactions, results stored twice as the tool does, some errors) is taken into new journals. Times are processor times,
 but for appends, which wait for the disk. Prints one JSON object per measurement. Each size has a process of its own;
 ``peak_mb`` is the peak of its resident memory until then.
 
@@ -22,6 +22,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from parts import WORDS, WRITERS, episode, link_segments
@@ -36,6 +37,8 @@ from hintloop.replay.listing import segment_name
 READ = 5_000
 """Segments that are read at most."""
 APPENDS = 300
+ROUNDS = 5
+"""Times that a recording is parsed, and taken in."""
 COMPACT_EVERY_CALLS = 400
 """Calls between two compactions of the recorded conversation: about a megabyte of text."""
 
@@ -116,6 +119,12 @@ def timed(do: Callable[[], Any]) -> tuple[float, Any]:
     return time.process_time() - started, found
 
 
+def spread(size: float, seconds: list[float]) -> dict[str, float]:
+    """Rates over several rounds."""
+    rates = sorted(size / each for each in seconds)
+    return {"median": round(median(rates), 1), "lowest": round(rates[0], 1), "highest": round(rates[-1], 1)}
+
+
 def look(journal: Journal, segments: int) -> dict[str, Any]:
     """List a journal, see that nothing is new, open one segment, read the first ones."""
     list_s, files = timed(journal.files)
@@ -163,17 +172,24 @@ def measure_ingest(folder: Path, megabytes: int) -> Iterator[dict[str, Any]]:
     before = peak_mb()
     gc.freeze()  # as the command does, and so is this
     gc.set_threshold(GC_THRESHOLD)
-    with path.open("rb", buffering=1 << 20) as file:
-        parse_s, count = timed(lambda: sum(1 for _ in read_records(file, Report())))
-    ingest_s, (report,) = timed(lambda: list(ingest([path], Journal(folder / "journal"))))
+    parse_s, ingest_s, peaks = [], [], []
+    for number in range(ROUNDS):
+        with path.open("rb", buffering=1 << 20) as file:
+            seconds, count = timed(lambda file=file: sum(1 for _ in read_records(file, Report())))
+        parse_s.append(seconds)
+        journal = Journal(folder / f"journal-{number}")
+        seconds, (report,) = timed(lambda journal=journal: list(ingest([path], journal)))
+        ingest_s.append(seconds)
+        peaks.append(round(peak_mb()))
     size = path.stat().st_size / 1e6
     yield {
         "records": count,
         "episodes": report.episodes,
         "sites": report.sites,
-        "parse_mb_per_s": round(size / parse_s, 1),
-        "ingest_mb_per_s": round(size / ingest_s, 1),
-        "peak_mb": round(peak_mb()),
+        "parse_mb_per_s": spread(size, parse_s),
+        "ingest_mb_per_s": spread(size, ingest_s),
+        "peak_mb": peaks[0],
+        "peak_mb_of_all_rounds": peaks[-1],
         "peak_mb_before": round(before),
     }
 

@@ -161,11 +161,13 @@ def _message_of(record: Record) -> dict[str, Any]:
     return {"role": "user", "content": dict_of(record.get("attachment")).get("prompt")}
 
 
-def _ids(blocks: Any, kind: str, name: str) -> tuple[str, ...]:
-    if not isinstance(blocks, list):
-        return _NONE
-    found = [block.get(name) for block in blocks if isinstance(block, dict) and block.get("type") == kind]
-    return tuple([each for each in found if isinstance(each, str)]) if found else _NONE
+def _ids(blocks: list[Any], kind: str, name: str) -> tuple[str, ...]:
+    found = [
+        each
+        for block in blocks
+        if isinstance(block, dict) and block.get("type") == kind and isinstance(each := block.get(name), str)
+    ]
+    return tuple(found)
 
 
 def _trace(source: str, stream: BinaryIO, steps: Sequence[Step], report: Report) -> Trace | None:
@@ -173,16 +175,16 @@ def _trace(source: str, stream: BinaryIO, steps: Sequence[Step], report: Report)
     versions: dict[str, None] = {}
     session, branch, taken = "", "", 0
     for number, step in enumerate(steps):
-        taken += sum([place.size for place in step.places])
+        taken += sum([size for _, size in step.places])
         if taken > MAX_TRACE_BYTES:
             report.note("messages_beyond_limit", len(steps) - number)
             break
-        records = [reread(stream, place.start, place.size) for place in step.places]
+        records = [reread(stream, start, size) for start, size in step.places]
         first = records[0]
         session = text_of(first.get("sessionId")) or session
         versions[text_of(first.get("version"))] = None
         if not branch and not step.copied:
-            branch = text_of(first.get("uuid"))[:8] or f"byte{step.places[0].start}"
+            branch = text_of(first.get("uuid"))[:8] or f"byte{step.places[0][0]}"
             branch = f"side-{branch}" if first.get("isSidechain") is True else branch
         notes = Report() if step.copied else report
         message = _assistant(records, notes) if step.kind == ASSISTANT else _user(first, notes)
@@ -221,10 +223,10 @@ def _assistant(records: Sequence[Record], report: Report) -> Message:
     calls: dict[str, tuple[str, str]] = {}
     results: dict[str, ToolResult] = {}
     for record in records:
-        message = _message_of(record)
         if record.get("type") != "assistant":
             _take_results(record, results, report)
             continue
+        message = _message_of(record)
         model = model or text_of(message.get("model"))
         usage = dict_of(message.get("usage")) or usage
         content = message.get("content")
@@ -307,5 +309,7 @@ def _result_text(content: Any, report: Report) -> str:
 
 
 def _usage(usage: dict[str, Any]) -> Usage | None:
+    if not usage:
+        return None
     read = [integer_of(usage.get(name)) or 0 for name in _INPUT_TOKENS]
-    return Usage(sum(read), integer_of(usage.get("output_tokens")) or 0) if usage else None
+    return Usage(sum(read), integer_of(usage.get("output_tokens")) or 0)

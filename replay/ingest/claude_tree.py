@@ -12,7 +12,6 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 
@@ -27,19 +26,13 @@ _BUDGET_FACTOR = 4
 _BUDGET_FLOOR = 64 << 20
 
 
-class Place(NamedTuple):
-    """Where a record is in the file."""
-
-    start: int
-    size: int
-
-
 @dataclass(frozen=True, slots=True)
 class Step:
     """One message: its records in the order of the file."""
 
     kind: int
-    places: tuple[Place, ...]
+    places: tuple[tuple[int, int], ...]
+    """Of each record, where it starts in the file, and its size."""
     copied: bool
     """It was part of an earlier conversation of the file."""
 
@@ -150,7 +143,7 @@ class _Plan:
                 continue
             path = self._walk(tip, leaf)
             steps = [self._step(node) for node in path]
-            budget -= sum(place.size for step in steps if step.copied for place in step.places) + len(steps)
+            budget -= sum(size for step in steps if step.copied for _, size in step.places) + len(steps)
             if budget < 0:
                 self._report.note("branches_beyond_limit")
                 continue
@@ -177,9 +170,10 @@ class _Plan:
         """The message of each record; -1 for links, and for results of calls that are not in the file."""
         tree = self._tree
         nodes = array("q", tree._group)  # of a user's message its own number
+        by_call, answer = tree._by_call, tree._answer
         for number, kind in enumerate(self._kind):
             if kind == RESULT:
-                nodes[number] = tree._by_call.get(tree._answer[number], -1)
+                nodes[number] = by_call.get(answer[number], -1)
             elif kind == LINK:
                 nodes[number] = -1
         return nodes
@@ -279,9 +273,11 @@ class _Plan:
         return found
 
     def _step(self, node: int) -> Step:
-        members = [*self._order[self._bounds[node] : self._bounds[node + 1]], *self._extra.get(node, ())]
+        members = self._order[self._bounds[node] : self._bounds[node + 1]].tolist()  # ascending
+        if node in self._extra:
+            members = sorted([*members, *self._extra[node]])
         start, size = self._tree._start, self._tree._size
-        places = tuple([Place(start[number], size[number]) for number in sorted(members)])
+        places = tuple([(start[number], size[number]) for number in members])
         return Step(self._kind[node], places, bool(self._covered[node]))
 
 

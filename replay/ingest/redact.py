@@ -11,6 +11,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from itertools import compress
 
 import pyarrow as pa  # type: ignore[import-untyped]
 import pyarrow.compute as pc  # type: ignore[import-untyped]
@@ -72,28 +73,25 @@ def redact(text: str, found: Counter[str]) -> str:
 
 def redact_trace(trace: Trace, found: Counter[str]) -> Trace:
     """A trace whose texts, arguments and results are redacted; ``found`` counts by kind."""
-    texts = list(_texts(trace))
-    suspicious = _suspicious(texts)
-    if not any(suspicious):
+    suspicious = _suspicious([text for text in _texts(trace) if text])
+    if not suspicious:
         return trace
-    flags = iter(suspicious)
 
     def clean(text: str) -> str:
-        return redact(text, found) if next(flags) else text
+        return redact(text, found) if text in suspicious else text
 
     return replace(trace, messages=tuple(_message(message, clean) for message in trace.messages))
 
 
-def _suspicious(texts: Sequence[str]) -> list[bool]:
+def _suspicious(texts: Sequence[str]) -> set[str]:
     try:
-        found: list[bool] = pc.match_substring_regex(pa.array(texts, pa.large_string()), _MAYBE).to_pylist()
-        return found
+        found = pc.match_substring_regex(pa.array(texts, pa.large_string()), _MAYBE).to_pylist()
     except UnicodeEncodeError:  # half of a surrogate pair, which Arrow does not take
-        return [True] * len(texts)
+        return set(texts)
+    return set(compress(texts, found))
 
 
 def _texts(trace: Trace) -> Iterator[str]:
-    """In the order in which ``_message`` asks for them."""
     for message in trace.messages:
         yield message.text
         yield message.thinking
