@@ -15,8 +15,6 @@ from pathlib import Path
 PROJECT = Path(__file__).parent.parent / "pyproject.toml"
 _REQUIREMENT = re.compile(r"\s*([A-Za-z0-9._-]+)\s*(?:\[([^]]*)\])?")
 _EXTRA = re.compile(r"extra\s*==\s*['\"]([^'\"]+)['\"]")
-_ONLY = {"torchft": 'platform_machine == "x86_64"'}
-"""Packages that other machines have no wheel of."""
 Named = tuple[str, frozenset[str]]
 """A package and the extras that are wanted of it."""
 
@@ -40,8 +38,9 @@ def main(requirements: list[str]) -> None:
             continue
         pins[named[0]] = found.version.partition("+")[0]  # what follows names a build, not a release
         waiting += wanted(found.requires or (), named[1])
+    markers = own_markers()
     for name in sorted(pins):
-        print(f"{name}=={pins[name]}" + (f"; {_ONLY[name]}" if name in _ONLY else ""))
+        print(f"{name}=={pins[name]}{markers.get(name, '')}")
 
 
 def parse(text: str) -> Named:
@@ -67,6 +66,14 @@ def of_project(extras: frozenset[str]) -> list[Named]:
     project = tomllib.loads(PROJECT.read_text("utf-8"))["project"]
     lists = [project["dependencies"], *(project["optional-dependencies"][extra] for extra in extras)]
     return [parse(line) for lines in lists for line in lines]
+
+
+def own_markers() -> dict[str, str]:
+    """Of each package that the project wants on some machines only: ``; `` and its marker."""
+    extras = tomllib.loads(PROJECT.read_text("utf-8"))["project"]["optional-dependencies"]
+    return {
+        parse(line)[0]: line[line.index(";") :] for lines in extras.values() for line in lines if ";" in line
+    }
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hintloop.replay.ingest.redact import RULES, redact, redact_trace
-from hintloop.replay.ingest.trace import Message, ToolCall, ToolResult, Trace
+from hintloop.replay.ingest.trace import Failure, Message, ToolCall, ToolResult, Trace
 
 ALNUM = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789"
 
@@ -98,6 +98,18 @@ def test_plain_text_is_left_alone(text: str) -> None:
 def test_a_key_that_was_cut_off_is_redacted_too() -> None:
     text = "-----BEGIN PRIVATE KEY-----\nMIIEvQIBADANBgkqhkiG9w0BAQ\nEFAASCBKcwggSjAgEAAoIBAQ"
     assert redact(text, Counter()) == "[redacted:private_key]"
+
+
+@pytest.mark.parametrize("place", range(6))
+def test_a_secret_is_found_wherever_it_is_alone(place: int) -> None:
+    secret, found = "ghp_" + "a1" * 18, Counter[str]()
+    texts = [secret if at == place else "plain" for at in range(6)]
+    told = [Failure("runtime_error", "model", text) for text in texts[:2]]
+    call = ToolCall("c", "Bash", json.dumps({"command": texts[2]}), ToolResult(texts[3], failure=told[0]))
+    message = Message("assistant", texts[4], (call,), thinking=texts[5], failure=told[1])
+    cleaned = str(redact_trace(Trace("t", "s", "b", (message,)), found))
+    assert secret not in cleaned
+    assert (cleaned.count("[redacted:github_token]"), found["github_token"]) == (1, 1)
 
 
 def test_halves_of_surrogate_pairs_do_not_hide_a_secret() -> None:
