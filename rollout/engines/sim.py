@@ -233,8 +233,8 @@ class SimEngine:
     def _start_anew(self, seconds: float) -> None:
         self.close()
         self._up_at = time.monotonic() + seconds
-        self.restarts += 1
         self._begin()
+        self.restarts += 1  # last of what another thread may look at
         self._move()
 
     def _move(self) -> None:
