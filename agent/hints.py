@@ -19,6 +19,7 @@ _TEMPLATES: dict[str, Template] = {}
 BUNDLED = ("read_file", "edit_file", "run_tests", "submit", "write_file", "bash")
 """The tools that the student knows, in the order in which its hints name them."""
 _TAIL_LINES, _TAIL_CHARS = 3, 200
+_MAX_FILES = 20
 
 
 def register(kind: str, template: Template) -> None:
@@ -39,13 +40,18 @@ def dispatch(error: ToolError, known: Mapping[str, Any] | None = None) -> str | 
     return "Hint: " + _TEMPLATES[error.kind]({**(known or {}), **error.meta})
 
 
-def context(tools: Sequence[Mapping[str, Any]], call: ToolCall, output: str) -> dict[str, Any]:
+def context(
+    tools: Sequence[Mapping[str, Any]], call: ToolCall, output: str, files: Sequence[str] = ()
+) -> dict[str, Any]:
     """What the agent knows of a failed call.
 
     ``tools``: the names of the task's tools; ``name`` and ``arguments`` of the call; ``schema``: the parameters of the
-    tool that was called, if there is such a tool; ``tail``: the last lines of what it gave.
+    tool that was called, if there is such a tool; ``tail``: the last lines of what it gave; ``files``: the first of the
+    ``files`` that the task began with, if it did.
     """
     known: dict[str, Any] = {"tools": [spec["name"] for spec in tools], "tail": _tail(output)}
+    if files:
+        known["files"] = list(files[:_MAX_FILES])
     if call.malformed is None:
         known |= {"name": call.name, "arguments": call.arguments}
         schemas = {spec["name"]: spec.get("parameters") for spec in tools}
@@ -87,7 +93,9 @@ def _runtime_error(meta: dict[str, Any]) -> str:
 
 def _file_not_found(meta: dict[str, Any]) -> str:
     missing = f"there is no {meta['path']}; " if meta.get("path") else ""
-    return f"{missing}files are {', '.join(meta.get('files', [])) or 'none yet'}"
+    if "files" not in meta:
+        return f"{missing}look which files there are"
+    return f"{missing}files are {', '.join(meta['files']) or 'none yet'}"
 
 
 def _edit_no_match(meta: dict[str, Any]) -> str:

@@ -189,7 +189,7 @@ class Transcript:
         if not failed:
             return
         call, result, first = failed[0]
-        known = hints.context(self._task.tools, call, result.output)
+        known = hints.context(self._task.tools, call, result.output, self._task.files)
         self._errors.append((len(self._assistants) - 1, first, known))
         index = self._assistants[-1]
         self.turns[index] = replace(

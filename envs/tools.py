@@ -24,6 +24,8 @@ MAX_LINE_CHARS = 200
 """How much of a line an error repeats or compares."""
 MAX_COMPARED_LINES = 1_000
 MAX_BASH_SECONDS = 30.0
+MAX_LISTED_FILES = 20
+"""How many files an error names."""
 
 
 def _spec(name: str, description: str, required: dict[str, Any], optional: dict[str, Any]) -> dict[str, Any]:
@@ -129,6 +131,8 @@ class ToolBox:
     def _bash(self, command: str) -> ToolResult:
         result = self._workspace.exec(command, timeout=MAX_BASH_SECONDS)
         error = classify_exec(command, result)
+        if error is not None and error.kind == "file_not_found":
+            error = error.model_copy(update={"meta": error.meta | {"files": self._files()}})
         output = result.output if error is None else f"error: {error.message}\n{result.output}"
         return ToolResult(output=output, error=error, exit_code=result.exit_code)
 
@@ -152,8 +156,10 @@ class ToolBox:
             raise _Failed(tool_error("permission_denied", f"not allowed: {path[:80]}", path=path)) from None
 
     def _no_file(self, path: str) -> ToolError:
-        files = self._workspace.list_files()[:20]
-        return tool_error("file_not_found", f"no such file: {path[:80]}", path=path, files=files)
+        return tool_error("file_not_found", f"no such file: {path[:80]}", path=path, files=self._files())
+
+    def _files(self) -> list[str]:
+        return self._workspace.list_files()[:MAX_LISTED_FILES]
 
 
 def tool_specs(task: Task) -> dict[str, dict[str, Any]]:

@@ -129,6 +129,13 @@ def test_an_error_of_the_agent_becomes_a_hint_site_at_the_turn_that_failed(chat:
     assert dict(played.notes.errors) == {"file_not_found": 1}
 
 
+def test_the_hint_names_the_files_of_the_task_where_the_error_does_not(chat: ChatFormat) -> None:
+    missing = failure(tool_error("file_not_found", "file not found (exit code 1)", command="cat a.py"))
+    env = ListedEnvironment([missing, SOLVED])
+    played = play(chat, env, [call("bash", command="cat a.py"), call("submit")])
+    assert [site.hint for site in played.episode.hint_sites] == ["Hint: files are solution.py"]
+
+
 def test_a_hint_that_cannot_be_rendered_is_counted(chat: ChatFormat) -> None:
     texts = [call("run_tests"), call("read_file", path="a.py"), call("submit")]
     played = play(

@@ -106,7 +106,7 @@ LEARNED = [
     ("type_error", {"name": "submit", "required": []}, "submit needs no arguments"),
     ("command_not_found", {"command": "foo"}, "that command is not installed here"),
     ("file_not_found", READ, "there is no main.py; files are a.py, b.py"),
-    ("file_not_found", {"command": "cat x"}, "files are none yet"),
+    ("file_not_found", {"path": "main.py", "files": []}, "there is no main.py; files are none yet"),
     ("permission_denied", {"path": "/etc"}, "use a path inside of the working directory"),
     ("syntax_error", {"command": "x"}, "the code that ran has a syntax error, look at the line that it names"),
     ("edit_no_match", {"num_lines": 3, "line": 9, "old": "x"}, "the file has 3 lines"),
@@ -128,9 +128,26 @@ LEARNED = [
 @pytest.mark.parametrize("with_context", [False, True])
 def test_the_texts_for_the_bundled_tools_stay_as_the_student_learned_them(kind, meta, text, with_context):
     call = ToolCall(name=meta.get("name", "bash"), arguments={"command": "x", "n": 1})
-    known = hints.context(list(TOOLS.values()), call, "Traceback\nZeroDivisionError: x\n")
+    known = hints.context(list(TOOLS.values()), call, "Traceback\nZeroDivisionError: x\n", ["z.py"])
     error = tool_error(kind, "message", **meta).model_copy(update={"cause": Cause.MODEL})
     assert hints.dispatch(error, known if with_context else None) == f"Hint: {text}"
+
+
+@pytest.mark.parametrize(
+    ("meta", "files", "says"),
+    [
+        ({"command": "cat x", "files": ["made.py"]}, ["a.py"], "files are made.py"),
+        ({"command": "cat x", "files": []}, ["a.py"], "files are none yet"),
+        ({"command": "cat x"}, ["a.py", "b.py"], "files are a.py, b.py"),
+        ({"command": "cat x"}, [f"{number}.py" for number in range(99)], "19.py"),
+        ({"command": "cat x"}, [], "look which files there are"),
+    ],
+)
+def test_a_command_that_misses_a_file_is_told_of_those_that_are_known(meta, files, says):
+    call = ToolCall(name="bash", arguments={"command": "cat x"})
+    hint = hints.dispatch(tool_error("file_not_found", "x", **meta), hints.context([], call, "", files))
+    assert hint.startswith("Hint: ")
+    assert hint.endswith(says)
 
 
 def test_the_bundled_tools_are_those_of_the_environment():

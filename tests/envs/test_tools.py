@@ -120,6 +120,13 @@ def test_bash_runs_in_the_working_directory(box: ToolBox) -> None:
     assert result.seconds > 0
 
 
+def test_a_command_that_misses_a_file_tells_which_there_are(box: ToolBox) -> None:
+    call(box, "write_file", path="made.py", content="x = 1")
+    error = call(box, "bash", command="cat nothing").error
+    assert error is not None
+    assert error.meta == {"command": "cat nothing", "files": ["made.py", PATH]}
+
+
 @pytest.mark.parametrize(
     ("command", "expected"),
     [
