@@ -145,6 +145,12 @@ class Config(_Section):
             )
         if self.rollout.weight_transfer == "adapter" and not self.learner.lora_rank:
             raise ValueError("rollout.weight_transfer=adapter needs adapters: set learner.lora_rank")
+        oldest = self.learner.max_staleness
+        if oldest is not None and oldest < self.rollout.max_staleness:
+            raise ValueError(
+                f"learner.max_staleness is {oldest}: tokens that rollout.max_staleness={self.rollout.max_staleness} "
+                "lets be sampled would be left out of training; set both"
+            )
         if self.learner.publish_every > self.rollout.max_staleness + 1:
             raise ValueError(
                 "rollout.max_staleness must be at least learner.publish_every - 1, or both sides would wait "

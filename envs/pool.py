@@ -22,10 +22,13 @@ from hintloop.envs.client import (
     open_session,
 )
 
+FULL_S = 3600.0
+"""How long servers that only say that they are full are waited for, from the last session that one opened."""
 _RETRY_S = (0.05, 1.0)
 """First and longest pause before a server is asked again; they double."""
 _AVOIDED_S = 10.0
 """The longest pause where there are other servers."""
+_CLOSE_S = 10.0
 _BAD_SESSIONS = 3
 """Sessions in a row that a server fails before the others are preferred to it."""
 
@@ -80,6 +83,7 @@ class EnvPool:
         *,
         size: int,
         wait_s: float = WAIT_S,
+        full_s: float = FULL_S,
         message_timeout_s: float = MESSAGE_TIMEOUT_S,
     ):
         """``urls``: of one server or several. ``ValueError`` for none."""
@@ -89,15 +93,19 @@ class EnvPool:
         self._servers = [_Server(url) for url in named]
         self._slots = asyncio.Semaphore(size)
         self._moved = asyncio.Event()
+        self._moved_at = self._heard_at = 0.0
+        """When a session opened or came back last, and when any server last answered, by the loop's clock."""
         self._wait_s = wait_s
+        self._full_s = full_s
         self._message_timeout_s = message_timeout_s
 
     @contextlib.asynccontextmanager
     async def session(self) -> AsyncIterator[CodingEnvClient]:
         """A session to run episodes in, for this caller alone.
 
-        ``EnvironmentLost`` when none is free within ``wait_s`` seconds. A session whose episode was left
-        unfinished, or that the machinery failed, is not used again; the server then removes its sandbox.
+        ``EnvironmentLost`` when no server has answered for ``wait_s`` seconds, or none has had a free session for
+        ``full_s``. A session whose episode was left unfinished, or that the machinery failed, is not used again;
+        the server then removes its sandbox.
         """
         server, client = await self._acquire()
         try:
@@ -115,27 +123,40 @@ class EnvPool:
 
     async def close(self) -> None:
         """Close the sessions that nobody uses."""
+        clients = [client for server in self._servers for client in server.idle]
         for server in self._servers:
-            while server.idle:
-                await server.idle.pop().close()
+            server.idle.clear()
+        if clients:
+            closing = [asyncio.ensure_future(client.close()) for client in clients]
+            _, late = await asyncio.wait(closing, timeout=_CLOSE_S)
+            for task in late:
+                task.cancel()
+            await asyncio.gather(*closing, return_exceptions=True)
 
     async def _acquire(self) -> tuple[_Server, CodingEnvClient]:
+        await self._slots.acquire()  # those who hold them have deadlines
+        started = asyncio.get_running_loop().time()
         try:
-            async with asyncio.timeout(self._wait_s):
-                await self._slots.acquire()
-                try:
-                    return await self._find()
-                except BaseException:
-                    self._slots.release()
-                    raise
+            async with asyncio.timeout(self._wait_s) as patience:
+                return await self._find(patience, started)
         except TimeoutError:
+            self._slots.release()
+            waited = asyncio.get_running_loop().time() - started
             said = [f"{each.url}: {each.reason}" for each in self._servers if each.reason]
-            problem = "; ".join(said) or "all sessions are in use"
-            raise EnvironmentLost(f"no session within {self._wait_s:g} s: {problem}") from None
+            problem = "; ".join(said) or "no answer"
+            raise EnvironmentLost(f"no session within {waited:.1f} s: {problem}") from None
+        except BaseException:
+            self._slots.release()
+            raise
 
-    async def _find(self) -> tuple[_Server, CodingEnvClient]:
+    def _deadline(self, started: float) -> float:
+        """When a caller who came at ``started`` gives up."""
+        return min(max(started, self._heard_at) + self._wait_s, max(started, self._moved_at) + self._full_s)
+
+    async def _find(self, patience: asyncio.Timeout, started: float) -> tuple[_Server, CodingEnvClient]:
         """A session with the server that has the fewest in use, of those that may be asked."""
         while True:
+            patience.reschedule(self._deadline(started))
             ready = [server for server in self._servers if server.open]
             if not ready:
                 await self._pause()
@@ -147,6 +168,8 @@ class EnvPool:
             except EnvironmentLost as error:
                 server.in_use -= 1
                 server.full = isinstance(error, AtCapacity)
+                if server.full:
+                    self._heard_at = asyncio.get_running_loop().time()
                 server.refusals += 1
                 longest = _RETRY_S[1] if server.full else self._longest_pause
                 server.pause(server.refusals, longest, str(error))
@@ -169,7 +192,7 @@ class EnvPool:
             server.probing = False
             raise
         server.refusals, server.full = 0, False
-        self._moved.set()
+        self._move()
         return client
 
     def _give_back(self, server: _Server, client: CodingEnvClient) -> None:
@@ -187,6 +210,10 @@ class EnvPool:
                 server.pause(server.bad_sessions, _AVOIDED_S, "a session that it had opened failed")
         if server.state == "ready":
             server.reason = ""
+        self._move()
+
+    def _move(self) -> None:
+        self._moved_at = self._heard_at = asyncio.get_running_loop().time()
         self._moved.set()
 
     async def _pause(self) -> None:

@@ -148,10 +148,16 @@ class Manager:
             raise _first(errors) from errors
 
     async def _start_group(self, tasks: asyncio.TaskGroup, index: int, pulse: Pulse) -> None:
-        if not self._pacer.open:
-            self._board.say(f"waiting for the learner to publish version {self._pacer.version + 1}")
-        pulse.beat("the learner's next version", self._rule.idle_timeout_s)
-        version = await self._pacer.start(self._rule.idle_timeout_s)
+        def on_wait() -> None:
+            if self._pacer.learner_is_next:
+                on, limit_s = "the learner's next version", self._rule.idle_timeout_s
+                self._board.say(f"waiting for the learner to publish version {self._pacer.version + 1}")
+            else:
+                on, limit_s = "the groups that are played", None
+            if pulse.on != on:
+                pulse.beat(on, limit_s)
+
+        version = await self._pacer.start(self._rule.idle_timeout_s, on_wait)
         self._board.say("playing episodes")
         self._board.groups_started += 1
         group = _Group(group_id(index), self._task_of(index), version, time.monotonic(), index)

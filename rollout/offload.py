@@ -1,4 +1,4 @@
-"""Blocking calls beside the event loop, each in a thread that the end of the process does not wait for.
+"""What runs beside: blocking calls, each in a thread that the end of the process does not wait for.
 
 A storage that never answers would keep a thread of asyncio's own pool, and with it the whole process, for ever.
 """
@@ -8,8 +8,8 @@ from __future__ import annotations
 import asyncio
 import random
 import threading
-from collections.abc import Callable
-from typing import TypeVar
+from collections.abc import Callable, Coroutine
+from typing import Any, TypeVar
 
 import structlog
 
@@ -78,3 +78,15 @@ async def persist(
     except TimeoutError:
         why = "it does not answer" if last is None else last.strerror or str(last)
         raise StorageFailed(f"{what} failed for {patience_s:g} s: {why}") from last
+
+
+def housekeeping(work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+    """A task of the run's own housekeeping, which should not end before the run."""
+    task = asyncio.create_task(work)
+
+    def tell(task: asyncio.Task[None]) -> None:
+        if not task.cancelled() and (error := task.exception()) is not None:
+            _log.error("housekeeping_failed", task=repr(task.get_coro()), error=repr(error))
+
+    task.add_done_callback(tell)
+    return task

@@ -10,8 +10,10 @@ ever trained on more than ``max_staleness`` versions late, and nothing is thrown
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections import Counter
+from collections.abc import Callable, Iterator
 
 
 class LearnerSilent(Exception):
@@ -34,6 +36,7 @@ class Pacer:
         self._playing: Counter[int] = Counter()
         self._changed = asyncio.Event()
         self._progress = time.monotonic()
+        self._looking = True
 
     @property
     def playing(self) -> int:
@@ -50,18 +53,40 @@ class Pacer:
         """Whether a group may start now."""
         return self.journalled + self._reserved + self.playing < self.limit
 
-    async def start(self, timeout_s: float) -> int:
+    @property
+    def learner_is_next(self) -> bool:
+        """Whether the learner has all that it can get, and its next version would be noticed."""
+        return self._looking and not self.playing and not self._reserved
+
+    @contextlib.contextmanager
+    def not_looking(self) -> Iterator[None]:
+        """Within it nobody looks for new weights: that none come says nothing of the learner."""
+        self._looking = False
+        try:
+            yield
+        finally:
+            self._looking = True
+            self._move()
+
+    async def start(self, timeout_s: float, on_wait: Callable[[], None] = lambda: None) -> int:
         """Wait until a group may start, and count it as playing; returns the version that it starts with.
 
-        Raises ``LearnerSilent`` when nothing has moved, neither here nor at the learner, for ``timeout_s``.
+        ``on_wait`` is called before each wait. Raises ``LearnerSilent`` when only the learner can move, and has not
+        for ``timeout_s``.
         """
         started = time.monotonic()
         while not self.open:
+            on_wait()
             left = max(started, self._progress) + timeout_s - time.monotonic()
             try:
                 async with asyncio.timeout(left):  # unlike wait_for, never swallows a cancellation
                     await self._change()
             except TimeoutError:
+                if (
+                    not self.learner_is_next
+                ):  # groups that are played, and evaluations, have deadlines of their own
+                    self._move()
+                    continue
                 raise LearnerSilent(
                     f"no weights after version {self.version} for {timeout_s:g} s, although "
                     f"{self.journalled} groups are in the journal; is the learner running?"

@@ -3,48 +3,42 @@
 from __future__ import annotations
 
 import asyncio
-import shutil
 import signal
 import threading
 import time
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-import structlog
-
 from hintloop.agent.engine import Sampling
 from hintloop.agent.episode import Player
 from hintloop.agent.external import open_player
 from hintloop.envs.pool import EnvPool
 from hintloop.replay.journal import Journal
-from hintloop.replay.weights import WeightStore, version_name
+from hintloop.replay.weights import WeightStore
 from hintloop.rollout.config import EvaluationConfig, RolloutConfig, TeachersConfig
 from hintloop.rollout.evaluate import Evaluation, draw_tasks, held_out
 from hintloop.rollout.failures import Part
 from hintloop.rollout.loading import Agent, LoadAgent, loader
 from hintloop.rollout.loop_lag import LoopLag
 from hintloop.rollout.manager import RESAMPLED, GroupRule, Manager
-from hintloop.rollout.offload import persist
+from hintloop.rollout.offload import housekeeping, persist
 from hintloop.rollout.pacing import Pacer
 from hintloop.rollout.sampler import TaskSampler, make_sampler, past_results
 from hintloop.rollout.status import WRITE_S, Board, StatusFile
 from hintloop.rollout.teaching import Asking, open_asking
-from hintloop.rollout.watchdog import Watchdog
-from hintloop.rollout.weights import Fetched, check_probe, first_version, next_version
+from hintloop.rollout.watchdog import Pulse, Watchdog
+from hintloop.rollout.weights import Fetched, check_probe, drop_old, first_version, next_version
 
 WRITER = "rollout"
 ENV_WAIT_S = 120.0
 """How long an episode waits for a free environment, or for a server that is starting again."""
-KEPT_VERSIONS = 2
-"""Fetched versions that stay in the cache."""
-TURN_GRACE_S = 30.0
-"""What the engine may take beyond its own deadline for a turn."""
+GRACE_S = 30.0
+"""What the engine may take beyond its own deadline for a turn, or for new weights."""
 T = TypeVar("T")
-_log = structlog.get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,7 +144,7 @@ class _Run:
             "loop": lag.snapshot,
             "env_servers": self.pool.servers,
         }
-        beside = [_beside(task) for task in (status.beat(), lag.run(), self.watchdog.run())]
+        beside = [housekeeping(task) for task in (status.beat(), lag.run(), self.watchdog.run())]
         stopped = "stopped"
         try:
             await self._run()
@@ -181,36 +175,14 @@ class _Run:
         )
 
     async def _run(self) -> None:
-        config, cache = self.config, self.run_dir / "cache" / "weights"
         held_out(self.splits, self.evaluation.splits, self.config.split)  # before anything is started
-        self.board.say("waiting for the learner to publish the first weights")
-        first = await first_version(
-            self.store,
-            cache,
-            poll_s=config.poll_s,
-            timeout_s=config.idle_timeout_s,
-            on_failure=self._storage_failed,
-        )
-        self.board.say(f"loading version {first.version}")
-        agent = await asyncio.to_thread(self.load_agent, first)
+        cache = self.run_dir / "cache" / "weights"
         async with AsyncExitStack() as stack:
-            stack.push_async_callback(agent.engine.close)
-            stack.push_async_callback(self.pool.close)
-            if agent.engine.version != first.version:
-                self.board.say(f"bringing the inference servers to version {first.version}")
-                await agent.engine.load_weights(first.folder, first.version)
-            await check_probe(first, agent.score, config.probe_tolerance)
-            done = await self._stored("reading the journal", self.journal.group_ids)
-            self.pacer = Pacer(
-                groups_per_step=config.groups_per_step,
-                max_staleness=config.max_staleness,
-                journalled=len(done),
-                version=first.version,
-            )
-            player = await stack.enter_async_context(
-                open_player(self._player(agent), config.agent, idle_s=config.agent_timeout_s)
-            )
-            asking = await open_asking(self.teachers, config.hint_writer, self.run_dir, stack)
+            first, agent, done = await self._start(stack, cache)
+            idle_s = self.config.agent_timeout_s
+            opened = open_player(self._player(agent), self.config.agent, idle_s=idle_s)
+            player = await stack.enter_async_context(opened)
+            asking = await open_asking(self.teachers, self.config.hint_writer, self.run_dir, stack)
             self._show(agent, asking)
             last = first
             if first.version == 0:
@@ -219,6 +191,46 @@ class _Run:
                 last = await self._play(player, agent, asking, done, cache, first)
             await self._evaluate("after", player, self.evaluation.num_tasks)
             assert last.final
+
+    async def _start(self, stack: AsyncExitStack, cache: Path) -> tuple[Fetched, Agent, set[str]]:
+        """The first weights, the agent that has them, and the groups in the journal."""
+        config = self.config
+        with self.watchdog.task("start") as pulse:
+            self.board.say("waiting for the learner to publish the first weights")
+            pulse.beat("the learner's first weights", config.idle_timeout_s)
+            first = await first_version(
+                self.store,
+                cache,
+                poll_s=config.poll_s,
+                timeout_s=config.idle_timeout_s,
+                on_failure=self._storage_failed,
+            )
+            self.board.say(f"loading version {first.version}")
+            pulse.beat("the model to be loaded")
+            agent = await asyncio.to_thread(self.load_agent, first)
+            stack.push_async_callback(agent.engine.close)
+            stack.push_async_callback(self.pool.close)
+            if agent.engine.version != first.version:
+                self.board.say(f"bringing the inference servers to version {first.version}")
+                await self._load(agent, first, pulse)
+            else:
+                await check_probe(first, agent.score, config.probe_tolerance)
+            pulse.beat("the journal's storage", config.storage_timeout_s)
+            done = await self._stored("reading the journal", self.journal.group_ids)
+        self.pacer = Pacer(
+            groups_per_step=config.groups_per_step,
+            max_staleness=config.max_staleness,
+            journalled=len(done),
+            version=first.version,
+        )
+        return first, agent, done
+
+    async def _load(self, agent: Agent, version: Fetched, pulse: Pulse) -> None:
+        """Bring the engine to a version, and see that it computes what the learner does."""
+        on = f"the engine to load version {version.version}"
+        async with pulse.waiting(on, Part.ENGINE, self.config.idle_timeout_s + GRACE_S):
+            await agent.engine.load_weights(version.folder, version.version)
+            await check_probe(version, agent.score, self.config.probe_tolerance)
 
     def _player(self, agent: Agent) -> Player:
         return Player(
@@ -308,20 +320,19 @@ class _Run:
                     cache,
                     after=now.version,
                     poll_s=self.config.poll_s,
+                    fetch_s=self.config.idle_timeout_s,
                     whole=agent.needs_files,
                     on_look=lambda: pulse.beat("the storage of the weights"),
                     on_failure=self._storage_failed,
                 )
-                pulse.beat(f"the engine to load version {now.version}", self.config.idle_timeout_s)
-                await agent.engine.load_weights(now.folder, now.version)
-                await check_probe(now, agent.score, self.config.probe_tolerance)
-                self.pacer.loaded(now.version)
-                pulse.beat()
-                await asyncio.to_thread(_drop_old, cache, now.version)
-                if not now.final and self._is_due(now.version):
-                    pulse.beat("an evaluation")
-                    # Newer weights wait meanwhile, so that every episode of it is of this version.
-                    await self._evaluate("during", player, self.evaluation.num_tasks_during)
+                with self.pacer.not_looking():
+                    await self._load(agent, now, pulse)
+                    self.pacer.loaded(now.version)
+                    await asyncio.to_thread(drop_old, cache, now.version)
+                    if not now.final and self._is_due(now.version):
+                        pulse.beat("an evaluation")
+                        # Newer weights wait meanwhile, so that every episode of it is of this version.
+                        await self._evaluate("during", player, self.evaluation.num_tasks_during)
         return now
 
     async def _stored(self, what: str, call: Callable[[], T]) -> T:
@@ -372,25 +383,7 @@ def _group_rule(config: RolloutConfig) -> GroupRule:
         tries_per_episode=config.tries_per_episode,
         max_groups_lost=config.max_groups_lost,
         idle_timeout_s=config.idle_timeout_s,
-        turn_s=config.engine_timeout_s + TURN_GRACE_S,
+        turn_s=config.engine_timeout_s + GRACE_S,
         resample_equal=config.resample_equal,
         storage_timeout_s=config.storage_timeout_s,
     )
-
-
-def _beside(work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-    """A task of the run's own housekeeping, which should not end before the run."""
-    task = asyncio.create_task(work)
-
-    def tell(task: asyncio.Task[None]) -> None:
-        if not task.cancelled() and (error := task.exception()) is not None:
-            _log.error("housekeeping_failed", task=repr(task.get_coro()), error=repr(error))
-
-    task.add_done_callback(tell)
-    return task
-
-
-def _drop_old(cache: Path, version: int) -> None:
-    names = sorted((path for path in cache.glob("v*") if path.name <= version_name(version)), reverse=True)
-    for path in names[KEPT_VERSIONS:]:
-        shutil.rmtree(path, ignore_errors=True)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import math
 import os
+import shutil
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
@@ -23,6 +24,8 @@ from hintloop.rollout.offload import aside
 
 PROBE_TOLERANCE = 1e-3
 """Largest difference of a log-probability, nats."""
+KEPT_VERSIONS = 2
+"""Fetched versions that stay in the cache."""
 LOOK_S = 60.0
 """What a look for the newest version may take."""
 
@@ -89,11 +92,11 @@ async def first_version(
     """
     deadline = time.monotonic() + timeout_s
     while True:
-        newest = await _newest(store, cache, after=-1, on_failure=on_failure)
+        newest = await _newest(store, cache, after=-1, fetch_s=timeout_s, on_failure=on_failure)
         if newest is not None:
             return newest
         if time.monotonic() >= deadline:
-            raise NoWeights(f"no weights were published within {timeout_s:g} s; is the learner running?")
+            raise NoWeights(f"no weights came within {timeout_s:g} s; is the learner running?")
         await asyncio.sleep(poll_s)
 
 
@@ -103,18 +106,20 @@ async def next_version(
     *,
     after: int,
     poll_s: float,
+    fetch_s: float,
     whole: bool = True,
     on_look: Callable[[], None] = lambda: None,
     on_failure: OnFailure = _ignore,
 ) -> Fetched:
     """The newest version once there is one after ``after``. Waits without end: pacing has the deadline.
 
-    Unless ``whole``, its folder holds the manifest only: for an engine whose servers fetch by themselves.
+    A fetch that takes more than ``fetch_s`` is begun anew. Unless ``whole``, the version's folder holds the manifest
+    only: for an engine whose servers fetch by themselves.
     ``on_look`` is called before each look at the storage, ``on_failure`` when one fails.
     """
     while True:
         on_look()
-        newest = await _newest(store, cache, after=after, whole=whole, on_failure=on_failure)
+        newest = await _newest(store, cache, after=after, fetch_s=fetch_s, whole=whole, on_failure=on_failure)
         if newest is not None:
             return newest
         await asyncio.sleep(poll_s)
@@ -147,15 +152,22 @@ async def check_probe(
     return worst
 
 
+def drop_old(cache: Path, version: int) -> None:
+    """Delete what was fetched before ``version``, all but ``KEPT_VERSIONS`` in all."""
+    names = sorted((path for path in cache.glob("v*") if path.name <= version_name(version)), reverse=True)
+    for path in names[KEPT_VERSIONS:]:
+        shutil.rmtree(path, ignore_errors=True)
+
+
 async def _newest(
-    store: Store, cache: Path, *, after: int, whole: bool = True, on_failure: OnFailure
+    store: Store, cache: Path, *, after: int, fetch_s: float, whole: bool = True, on_failure: OnFailure
 ) -> Fetched | None:
     try:
         manifest = await aside(store.latest, name="weights", limit_s=LOOK_S)
         if manifest is None or manifest.version <= after:
             return None
         fetch = partial(store.fetch, manifest.version) if whole else partial(_put_manifest, manifest)
-        folder = await aside(partial(fetch, cache), name="weights")
+        folder = await aside(partial(fetch, cache), name="weights", limit_s=fetch_s)
     except (OSError, DigestMismatch) as error:
         # Pruned meanwhile, or a storage that fails for now: whoever waits has a deadline of his own.
         _log.warning("weights_not_fetched", error=repr(error))

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).parent.parent.parent
-UP_S, RUN_S, DOWN_S = 300.0, 420.0, 120.0
+UP_S, RUN_S, DOWN_S, ASK_S = 600.0, 900.0, 300.0, 180.0
 
 
 @dataclass
@@ -26,7 +26,7 @@ class Project:
     env: dict[str, str]
     files: tuple[str, ...] = ("compose.yaml",)
 
-    def compose(self, *words: str, timeout: float = 60.0) -> str:
+    def compose(self, *words: str, timeout: float = ASK_S) -> str:
         """What a command of Compose prints."""
         command = ["docker", "compose", "--project-name", self.name, "--env-file", "/dev/null"]
         command += [word for name in self.files for word in ("--file", str(ROOT / name))]
@@ -101,7 +101,9 @@ class Project:
 
 def docker(*words: str) -> str:
     """What a command of Docker prints."""
-    return subprocess.run(["docker", *words], capture_output=True, text=True, timeout=60, check=True).stdout
+    return subprocess.run(
+        ["docker", *words], capture_output=True, text=True, timeout=ASK_S, check=True
+    ).stdout
 
 
 def inspect(container: str) -> dict[str, Any]:

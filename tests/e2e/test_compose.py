@@ -145,7 +145,7 @@ def test_each_service_may_be_killed_once(project: Project) -> None:
             now = project.state(service)
             return bool(now["RestartCount"] > before["RestartCount"] and now["State"]["Running"])
 
-        project.wait(is_back, f"{service} is back", 60)
+        project.wait(is_back, f"{service} is back")
     project.down()
     assert project.left() == []
     project.up()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import time
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -211,11 +212,24 @@ def test_without_any_server_the_wait_ends_with_every_reason() -> None:
         one, two = Host(), Host(capacity=0)
         async with hosts(one, two) as urls:
             await one.kill()
-            pool = EnvPool(urls, size=4, wait_s=0.5)
-            with pytest.raises(EnvironmentLost, match=r"no session within 0.5 s: .*; .*at capacity"):
+            pool = EnvPool(urls, size=4, wait_s=1.5, full_s=2.0)
+            with pytest.raises(EnvironmentLost, match=r"no session within \d.\d s: .*; .*at capacity"):
                 async with pool.session():
                     pass
-            assert two.refused < 20, "it is not asked all the time"
+            assert 2 < two.refused < 40, "it is waited for, and not asked all the time"
+            await pool.close()
+
+    asyncio.run(run())
+
+
+def test_more_callers_than_a_server_has_room_for_wait_as_long_as_sessions_come_back() -> None:
+    async def run() -> None:
+        host = Host(capacity=2)
+        async with hosts(host) as urls:
+            pool = EnvPool(urls, size=12, wait_s=1.5)
+            started = time.monotonic()
+            assert all(await play(pool, 12, seconds=0.4))
+            assert time.monotonic() - started > 2.0, "longer than anybody is waited for who does not answer"
             await pool.close()
 
     asyncio.run(run())

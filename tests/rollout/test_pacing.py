@@ -124,3 +124,23 @@ def test_ones_own_groups_still_being_played_are_not_the_learners_silence() -> No
         assert pacer.playing == 2
 
     asyncio.run(run())
+
+
+def test_slow_groups_and_whoever_looks_away_are_not_the_learners_silence() -> None:
+    async def run() -> None:
+        pacer = Pacer(groups_per_step=1, max_staleness=0, journalled=0, version=0)
+        said: list[bool] = []
+        first = await pacer.start(timeout_s=0.05)
+        waiting = asyncio.create_task(pacer.start(0.05, lambda: said.append(pacer.learner_is_next)))
+        await asyncio.sleep(0.3)
+        assert not waiting.done()
+        with pacer.not_looking():
+            await pacer.reserve(first)
+            pacer.appended()
+            await asyncio.sleep(0.3)
+            assert not waiting.done()
+        with pytest.raises(LearnerSilent):
+            await waiting
+        assert (said[0], said[-1]) == (False, True)
+
+    asyncio.run(run())

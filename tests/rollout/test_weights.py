@@ -37,7 +37,7 @@ def test_it_waits_for_the_first_version_and_then_takes_the_newest(tmp_path: Path
         first = await waiting
         publish(store, tmp_path / "made", 1)
         publish(store, tmp_path / "made", 2, final=True)
-        return [first, await next_version(store, tmp_path / "cache", after=0, poll_s=0.01)]
+        return [first, await next_version(store, tmp_path / "cache", after=0, poll_s=0.01, fetch_s=5)]
 
     first, second = asyncio.run(run())
     assert (first.version, first.final) == (0, False)
@@ -70,7 +70,7 @@ def test_a_version_that_goes_away_while_it_is_fetched_is_passed_over(tmp_path: P
             return store.fetch(version, cache)
 
     publish(store, tmp_path / "made", 4)
-    found = asyncio.run(next_version(Vanishing(), tmp_path / "cache", after=0, poll_s=0.01))
+    found = asyncio.run(next_version(Vanishing(), tmp_path / "cache", after=0, poll_s=0.01, fetch_s=5))
     assert found.version == 4
 
 
@@ -143,6 +143,7 @@ def test_a_storage_that_fails_for_a_while_is_looked_at_again_and_each_failure_is
             tmp_path / "cache",
             after=-1,
             poll_s=0.01,
+            fetch_s=5,
             on_look=lambda: looks.append(None),
             on_failure=heard.append,
         )
