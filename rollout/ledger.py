@@ -3,23 +3,33 @@
 The ledger is an append-only file of JSON lines that one process at a time may hold. A reservation is on disk
 before its call is made, so one that was open when the process died counts as spent: the caps hold over any
 number of crashes. Amounts are whole nano-dollars, rounded up.
+
+The balance is in memory, and one thread writes the lines in their order: nobody but who waits for a reservation
+ever waits for the disk.
 """
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import fcntl
 import json
 import math
 import os
 import threading
 from collections import OrderedDict
+from collections.abc import Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
+from queue import Empty, SimpleQueue
 from typing import Any
 
 NANO = 10**9
 NUM_EPISODES = 10_000
 """Episodes whose spending is remembered, the newest; far more than are played at the same time."""
+CLOSE_S = 10.0
+"""How long ``close`` waits for a disk that does not answer."""
 
 
 class OverBudget(Exception):
@@ -39,13 +49,22 @@ class Reservation:
     nano_usd: int
 
 
+@dataclass(frozen=True, slots=True)
+class _Line:
+    """A line to write, and who waits for it to be on the disk."""
+
+    data: bytes
+    made: Reservation
+    waiting: Future[Reservation] | None
+
+
 class Ledger:
-    """Opens, or goes on with, the ledger at ``path``. Threads may share it.
+    """Opens, or goes on with, the ledger at ``path``. Threads may share it, the event loop's own among them.
 
     ``budget_usd`` is for all that this file ever books, ``episode_budget_usd`` for one episode; None: no cap.
-    Raises ``LedgerFailed``, also when another process holds it. A call that costs more than was reserved for
-    it is booked in full and counted in ``overruns``; nothing but that can exceed a cap. ``unwritten`` counts the
-    costs that the disk did not take.
+    Waits for the disk. Raises ``LedgerFailed``, also when another process holds it. A call that costs more than was
+    reserved for it is booked in full and counted in ``overruns``; nothing but that can exceed a cap. ``unwritten``
+    counts the costs that the disk did not take.
     """
 
     def __init__(
@@ -57,9 +76,15 @@ class Ledger:
         self._cap = None if budget_usd is None else math.floor(budget_usd * NANO)
         self._episode_cap = None if episode_budget_usd is None else math.floor(episode_budget_usd * NANO)
         self._lock = threading.Lock()
+        """For the balance; never held while the disk is waited for."""
         self._open: dict[int, Reservation] = {}
+        self._reserved = 0
         self._next = 0
+        self._closed = False
+        self._over = False
+        """The writer takes no more lines."""
         self._broken: LedgerFailed | None = None
+        self._lines: SimpleQueue[_Line | None] = SimpleQueue()
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             self._held = _hold(path.with_name(f"{path.name}.lock"))
@@ -74,35 +99,53 @@ class Ledger:
         except OSError as error:
             raise LedgerFailed(f"cannot write the ledger {path}: {error.strerror}") from error
         self._size = os.fstat(self._file).st_size
+        # Not of a pool: the end of the process would wait for it, and with it for a disk that hangs.
+        self._writer = threading.Thread(target=self._write_all, name="ledger", daemon=True)
+        self._writer.start()
 
     def reserve(self, episode: str, usd: float) -> Reservation:
-        """Set ``usd`` aside for a call. Raises ``OverBudget`` or ``LedgerFailed``; the call must then not be made."""
-        amount = _nano(usd)
+        """Set ``usd`` aside for a call. Raises ``OverBudget`` or ``LedgerFailed``; the call must then not be made.
+
+        Waits for the disk.
+        """
+        return self.hold(episode, usd).result()
+
+    def hold(self, episode: str, usd: float) -> Future[Reservation]:
+        """The same without the wait: the call may be made when the future has its result, not before.
+
+        Until then the amount counts as set aside. Raises like ``reserve``; a disk that fails is in the future.
+        """
+        amount, waiting = _nano(usd), Future[Reservation]()
+        waiting.set_running_or_notify_cancel()  # nobody can cancel it, as its line may be on the disk
         with self._lock:
             self._check(episode, amount)
             made = Reservation(self._next, episode, amount)
             if amount:
-                self._append({"open": made.number, "episode": episode, "nusd": amount}, durable=True)
-                self._open[made.number] = made
                 self._next += 1
-        return made
+                self._open[made.number] = made
+                self._reserved += amount
+                self._put({"open": made.number, "episode": episode, "nusd": amount}, made, waiting)
+            else:
+                waiting.set_result(made)
+        return waiting
 
     def settle(self, reservation: Reservation, usd: float) -> None:
-        """Book what the call did cost. Never raises for the file: an unbooked call counts with its worst case."""
+        """Book what the call did cost; does not wait for the disk.
+
+        Never raises for the file: a cost that is not written counts with its worst case after a restart.
+        """
         amount = _nano(usd)
         with self._lock:
             if reservation.nano_usd:
-                self._open.pop(reservation.number)
+                del self._open[reservation.number]
+                self._reserved -= reservation.nano_usd
             elif not amount:
                 return
             self.overruns += amount > reservation.nano_usd
             self._spent += amount
             _book(self._episodes, reservation.episode, amount)
-            try:
-                line = {"close": reservation.number, "nusd": amount, "episode": reservation.episode}
-                self._append(line, durable=False)
-            except LedgerFailed:
-                self.unwritten += 1
+            line = {"close": reservation.number, "nusd": amount, "episode": reservation.episode}
+            self._put(line, reservation, None)
 
     @property
     def spent_usd(self) -> float:
@@ -112,8 +155,7 @@ class Ledger:
     @property
     def reserved_usd(self) -> float:
         """Worst case of the calls under way."""
-        with self._lock:
-            return sum(held.nano_usd for held in self._open.values()) / NANO
+        return self._reserved / NANO
 
     def snapshot(self) -> dict[str, Any]:
         """The balance as JSON data."""
@@ -128,21 +170,18 @@ class Ledger:
         }
 
     def close(self) -> None:
-        """Let others have the file."""
+        """Write what is left and let others have the file; they have to wait while the disk does not answer."""
         with self._lock:
-            if self._held >= 0:
-                os.close(self._file)
-                os.close(self._held)
-                self._held = -1
-                self._broken = LedgerFailed(f"the ledger {self.path} is closed")
+            self._closed = True
+        self._lines.put(None)
+        self._writer.join(CLOSE_S)
 
     def _check(self, episode: str, amount: int) -> None:
         if not amount:
             return
-        if self._broken is not None:
-            raise self._broken
-        held = sum(one.nano_usd for one in self._open.values())
-        if self._cap is not None and self._spent + held + amount > self._cap:
+        if self._closed:
+            raise LedgerFailed(f"the ledger {self.path} is closed")
+        if self._cap is not None and self._spent + self._reserved + amount > self._cap:
             raise OverBudget(f"the call may cost {amount / NANO:.6f} USD, more than is left of the budget")
         own = sum(one.nano_usd for one in self._open.values() if one.episode == episode)
         own += self._episodes.get(episode, 0)
@@ -151,24 +190,78 @@ class Ledger:
                 f"the call may cost {amount / NANO:.6f} USD, more than is left of its episode's budget"
             )
 
-    def _append(self, line: dict[str, Any], *, durable: bool) -> None:
-        """One line, whole or not at all."""
+    def _put(self, line: dict[str, Any], made: Reservation, waiting: Future[Reservation] | None) -> None:
+        """Have a line written, behind those before it; to be called with the lock."""
+        if self._over:
+            self.unwritten += 1
+        else:
+            self._lines.put(_Line(json.dumps(line).encode() + b"\n", made, waiting))
+
+    def _write_all(self) -> None:
+        """The writer's thread: what has come meanwhile is written with one wait for the disk."""
+        closing = False
+        while not self._over:
+            lines = [self._lines.get()]
+            with contextlib.suppress(Empty):
+                while True:
+                    lines.append(self._lines.get_nowait())
+            closing = closing or None in lines
+            self._write([line for line in lines if line is not None])
+            with self._lock:
+                self._over = closing and self._lines.empty()
+        os.close(self._file)
+        os.close(self._held)
+
+    def _write(self, lines: Sequence[_Line]) -> None:
+        """Each line whole or not at all; those that somebody waits for are then on the disk."""
+        begin, written = self._size, list[_Line]()
+        for line in lines:
+            failed = self._append(line.data)
+            if failed is None:
+                written.append(line)
+            else:
+                self._tell(line, failed)
+        failed = None
+        if any(line.waiting is not None for line in written):
+            try:
+                os.fsync(self._file)
+            except OSError as error:
+                failed = self._cut(begin, error)
+        for line in written:
+            self._tell(line, failed)
+
+    def _append(self, data: bytes) -> LedgerFailed | None:
         if self._broken is not None:
-            raise self._broken
-        data = json.dumps(line).encode() + b"\n"
+            return self._broken
         try:
             if os.write(self._file, data) < len(data):
-                raise OSError(28, "No space left on device")
-            if durable:
-                os.fsync(self._file)
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         except OSError as error:
-            failed = LedgerFailed(f"cannot write the ledger {self.path}: {error.strerror}")
-            try:
-                os.ftruncate(self._file, self._size)
-            except OSError:
-                self._broken = failed  # half a line may be there, and the next would be lost behind it
-            raise failed from error
+            return self._cut(self._size, error)
         self._size += len(data)
+        return None
+
+    def _cut(self, size: int, error: OSError) -> LedgerFailed:
+        """Take back what is behind ``size``, which was not written well."""
+        failed = LedgerFailed(f"cannot write the ledger {self.path}: {error.strerror}")
+        try:
+            os.ftruncate(self._file, size)
+            self._size = size
+        except OSError:
+            self._broken = failed  # half a line may be there, and the next would be lost behind it
+        return failed
+
+    def _tell(self, line: _Line, failed: LedgerFailed | None) -> None:
+        """What became of a line."""
+        if line.waiting is None:
+            self.unwritten += failed is not None
+        elif failed is None:
+            line.waiting.set_result(line.made)
+        else:
+            with self._lock:
+                del self._open[line.made.number]
+                self._reserved -= line.made.nano_usd
+            line.waiting.set_exception(failed)
 
 
 def _nano(usd: float) -> int:

@@ -12,6 +12,7 @@ import random
 import time
 import weakref
 from collections.abc import Coroutine, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -183,20 +184,19 @@ class Teacher:
                 self._ledger.settle(held, cost)
 
     async def _reserve(self, episode: str, worst: float) -> Reservation | None:
-        """In a thread, for the ledger waits for the disk."""
         ledger = self._ledger
         if ledger is None or worst == 0:
             return None
-        reserving = asyncio.ensure_future(asyncio.to_thread(ledger.reserve, episode, worst))
+        holding = ledger.hold(episode, worst)
 
-        def give_back(done: asyncio.Future[Reservation]) -> None:
-            if not done.cancelled() and done.exception() is None:
+        def give_back(done: Future[Reservation]) -> None:
+            if done.exception() is None:
                 ledger.settle(done.result(), 0.0)
 
         try:
-            return await asyncio.shield(reserving)
+            return await asyncio.shield(asyncio.wrap_future(holding))
         except asyncio.CancelledError:
-            reserving.add_done_callback(give_back)
+            holding.add_done_callback(give_back)  # the call is not made
             raise
 
 

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +20,13 @@ from hintloop.rollout.answer_cache import AnswerCache
 from hintloop.rollout.asking import AskRule, PairCounts, Uncertainty
 from hintloop.rollout.config import TeachersConfig
 from hintloop.rollout.hint_writer import HintWriter, WriterCounts
-from hintloop.rollout.ledger import Ledger
+from hintloop.rollout.ledger import Ledger, LedgerFailed
+from hintloop.rollout.offload import aside
 from hintloop.rollout.pairs import PairMaker
 from hintloop.rollout.teachers import Teacher
+
+OPEN_S = 60.0
+"""What opening the ledger may take."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,12 +126,8 @@ async def open_asking(
         cache = AnswerCache(answers_folder(run_dir), max_bytes=int(settings.cache_mb * 1e6))
     ledger = None
     if any(spec.usd_per_mtok_in or spec.usd_per_mtok_out for spec in settings.teachers):
-        ledger = Ledger(
-            run_dir / "teachers" / "ledger.jsonl",
-            budget_usd=settings.budget_usd,
-            episode_budget_usd=settings.episode_budget_usd,
-        )
-        stack.callback(ledger.close)
+        ledger = await _open_ledger(run_dir, settings)
+        stack.push_async_callback(partial(aside, ledger.close, name="ledger"))
     teachers = [
         Teacher(
             spec,
@@ -144,6 +145,22 @@ async def open_asking(
     return Asking(
         teachers, rule_of(settings), uncertainty=uncertainty, writer=writer, ledger=ledger, cache=cache
     )
+
+
+async def _open_ledger(run_dir: Path, settings: TeachersConfig) -> Ledger:
+    path = run_dir / "teachers" / "ledger.jsonl"
+    opened = partial(
+        Ledger,
+        path,
+        budget_usd=settings.budget_usd,
+        episode_budget_usd=settings.episode_budget_usd,
+    )
+    try:
+        return await aside(opened, name="ledger", limit_s=OPEN_S)
+    except TimeoutError:
+        raise LedgerFailed(
+            f"cannot open the ledger {path}: no answer from the disk for {OPEN_S:g} s"
+        ) from None
 
 
 def answers_folder(run_dir: Path) -> Path:

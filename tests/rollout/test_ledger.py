@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import resource
 import shutil
@@ -9,6 +10,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -218,9 +220,82 @@ def test_a_cost_that_cannot_be_written_counts_as_the_worst_case_after_a_restart(
     held = ledger.reserve("e", 0.5)
     with full_disk(path.stat().st_size):
         ledger.settle(held, 0.1)
+        ledger.close()
     assert (ledger.spent_usd, ledger.unwritten) == (0.1, 1)
-    ledger.close()
     assert Ledger(path).spent_usd == 0.5
+
+
+@contextmanager
+def stalled_disk(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
+    """Nothing reaches the disk meanwhile; the event says that somebody waits for it."""
+    waits, goes_on, fsync = threading.Event(), threading.Event(), os.fsync
+
+    def stall(file: int) -> None:
+        waits.set()
+        assert goes_on.wait(60)
+        fsync(file)
+
+    monkeypatch.setattr("hintloop.rollout.ledger.os.fsync", stall)
+    try:
+        yield waits
+    finally:
+        goes_on.set()
+
+
+def test_a_disk_that_hangs_keeps_nobody_but_who_reserves(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ledger = Ledger(path, budget_usd=1.0, episode_budget_usd=0.9)
+    early = ledger.reserve("e", 0.2)
+    with stalled_disk(monkeypatch) as waits:
+        first = ledger.hold("e", 0.5)
+        assert waits.wait(60)
+        second = ledger.hold("f", 0.3)
+        assert ledger.reserved_usd == 1.0
+        with pytest.raises(OverBudget):
+            ledger.hold("f", 0.1)
+        ledger.settle(early, 0.1)
+        assert (ledger.snapshot()["spent_usd"], ledger.snapshot()["left_usd"]) == (0.1, 0.1)
+        assert not first.done()
+        assert not second.done()
+    ledger.settle(first.result(60), 0.5)
+    ledger.settle(second.result(60), 0.3)
+    ledger.close()
+    assert Ledger(path).spent_usd == pytest.approx(0.9)
+
+
+def test_a_disk_that_fails_to_keep_what_it_took_is_an_error_and_books_nothing(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ledger = Ledger(path, budget_usd=1.0)
+    held = ledger.reserve("e", 0.1)
+
+    def fail(file: int) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("hintloop.rollout.ledger.os.fsync", fail)
+        with pytest.raises(LedgerFailed, match="Input/output error"):
+            ledger.reserve("e", 0.2)
+    assert ledger.reserved_usd == 0.1
+    ledger.settle(held, 0.05)
+    ledger.settle(ledger.reserve("e", 0.9), 0.9)
+    ledger.close()
+    assert Ledger(path).spent_usd == pytest.approx(0.95)
+
+
+def test_what_is_settled_as_its_reservation_comes_is_written_also_when_the_ledger_closes(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ledger = Ledger(path)
+    with stalled_disk(monkeypatch) as waits:
+        held = ledger.hold("e", 0.5)
+        held.add_done_callback(lambda done: ledger.settle(done.result(), 0.0))
+        assert waits.wait(60)
+        closing = threading.Thread(target=ledger.close)
+        closing.start()
+    closing.join(60)
+    with pytest.raises(LedgerFailed, match="is closed"):
+        ledger.hold("e", 0.5)
+    assert (ledger.unwritten, Ledger(path).spent_usd) == (0, 0)
 
 
 def test_a_place_that_cannot_be_written_is_one_clear_error(tmp_path: Path) -> None:
