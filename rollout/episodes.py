@@ -24,6 +24,7 @@ from hintloop.agent.episode import (
     Stepped,
     TurnEvent,
 )
+from hintloop.agent.external import ExternalPlayer
 from hintloop.envs.client import EnvironmentLost
 from hintloop.envs.models import ToolCall
 from hintloop.replay.episode import Episode
@@ -37,7 +38,7 @@ OnLost = Callable[[Part, str], None]
 """Hears of a lost try: whose failure it was, and a word to count it by."""
 
 RETRY_PAUSE_S = 0.2
-ENVIRONMENT, ENGINE, TEACHERS = "environment server", "engine", "teachers"
+ENVIRONMENT, ENGINE, TEACHERS, PROGRAM = "environment server", "engine", "teachers", "agent program"
 _log = structlog.get_logger(__name__)
 
 
@@ -80,14 +81,22 @@ async def play_in(
     try:
         async with open_environment() as env:
             pulsing = _PulsingEnvironment(env, pulse)
-            if watch is None:
-                return await player.play(pulsing, spec, sampling)
-            played = await player.play(pulsing, spec, sampling, watch.on_turn, watch.keep)
+            async with _agent(player, pulse):
+                if watch is None:
+                    return await player.play(pulsing, spec, sampling)
+                played = await player.play(pulsing, spec, sampling, watch.on_turn, watch.keep)
             async with pulse.waiting(TEACHERS, Part.TEACHER):
                 await watch.verify_in(pulsing)
             return played
     except EnvironmentLost as error:
         raise EpisodeLost("environment", str(error)) from error
+
+
+def _agent(player: Player, pulse: Pulse) -> AbstractAsyncContextManager[None]:
+    """What is waited for between questions and calls: a program is, for which the player sets a limit."""
+    return (
+        pulse.waiting(PROGRAM, Part.AGENT) if isinstance(player, ExternalPlayer) else contextlib.nullcontext()
+    )
 
 
 @dataclass

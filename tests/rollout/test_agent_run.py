@@ -2,25 +2,35 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import json
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from hintloop.agent.engine import Sampling
+from hintloop.agent.episode import EpisodeLost, EpisodeSpec, Player
+from hintloop.agent.external import open_external
 from hintloop.agent.policy import load_renderer
+from hintloop.envs.client import StepResult, step_result
+from hintloop.envs.models import TaskInfo, ToolCall, ToolResult
 from hintloop.envs.registry import get_task, load_taskset
 from hintloop.replay.episode import Outcome
 from hintloop.replay.journal import Journal
 from hintloop.replay.weights import WeightStore
 from hintloop.rollout.config import EvaluationConfig, RolloutConfig, TeachersConfig
 from hintloop.rollout.engines.scripted import ScriptedEngine
+from hintloop.rollout.episodes import play_in
 from hintloop.rollout.loading import Agent
 from hintloop.rollout.run import run_rollout
+from hintloop.rollout.watchdog import NOBODY, Pulse
 from hintloop.rollout.weights import Fetched
 
 PROGRAM = Path(__file__).parents[1] / "agent" / "agent_program.py"
@@ -117,3 +127,38 @@ def test_groups_and_evaluations_are_played_by_the_program(
         ]
     status = json.loads((tmp_path / "status" / "rollout.json").read_text())
     assert status["hint_sites"] >= 2
+
+
+def test_a_program_that_does_nothing_is_whom_its_episode_waits_for(student_folder: Path) -> None:
+    chat = load_renderer(student_folder)
+    engine = ScriptedEngine(chat.tokenizer, lambda session, turn: "", stop_id=0)
+    player = Player(engine=engine, chat=chat, model="student", env="bugfix", max_tokens=4000)
+    task = TaskInfo(task_id="bugfix/x", instruction="Do it", files=[], tools=[], tool_prompt="", max_turns=2)
+
+    async def run() -> str:
+        pulse, opened = Pulse("episode", "e"), asyncio.Event()
+
+        class Opened:
+            async def reset(self, **kwargs: Any) -> StepResult[ToolResult]:
+                opened.set()
+                return step_result(ToolResult(task=task))
+
+            async def step(self, action: ToolCall) -> StepResult[ToolResult]:
+                raise AssertionError("it makes no call")
+
+        @contextlib.asynccontextmanager
+        async def environment() -> AsyncIterator[Opened]:
+            yield Opened()
+
+        spec = EpisodeSpec("e", "g", task.task_id)
+        async with open_external(player, "sleep 60", idle_s=1.0) as agent:
+            playing = asyncio.create_task(play_in(environment, agent, spec, Sampling(1.0, 9), pulse=pulse))
+            await opened.wait()
+            await asyncio.sleep(0.1)
+            seen = pulse.on
+            with pytest.raises(EpisodeLost, match="more than 1 s"):
+                await playing
+        assert pulse.on == NOBODY
+        return seen
+
+    assert asyncio.run(run()) == "agent program"

@@ -12,9 +12,10 @@ from typing import Any
 import pytest
 from structlog.testing import capture_logs
 
+from hintloop.rollout import watchdog
 from hintloop.rollout.failures import Overdue, Part
 from hintloop.rollout.loop_lag import LoopLag
-from hintloop.rollout.watchdog import MAX_ROWS, NOBODY, NOTICE_S, Watchdog
+from hintloop.rollout.watchdog import MAX_NAMES, MAX_ROWS, NOBODY, NOTICE_S, Watchdog
 
 NOTICE = 0.05
 
@@ -32,15 +33,72 @@ def test_a_task_that_stands_still_is_named_in_the_log_with_whom_it_waits_for() -
         asyncio.run(run())
     named = [log for log in logs if log["event"] == "stands_still" and log["who"] == "episode"]
     assert {(log["longest"], log["waits_for"], log["limit_s"]) for log in named} == {("g1-0", "engine", 30.0)}
-    assert 1 <= len(named) <= 4, "again only when it has lasted twice as long"
-    assert all(log["for_s"] >= NOTICE for log in named)
+    assert all(log["for_s"] >= NOTICE and log["names"] == ["g1-0"] for log in named)
+
+
+class Clock:
+    """A time that passes only when it is told to."""
+
+    now = 1000.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(watchdog, "time", clock)
+    return clock
+
+
+def named_at(dog: Watchdog, clock: Clock, seconds: int) -> list[tuple[int, list[str]]]:
+    """Who is named when, while nobody moves."""
+    found = []
+    for second in range(seconds):
+        clock.now += 1.0
+        with capture_logs() as logs:
+            dog.look()
+        found += [(second + 1, log["names"]) for log in logs if log["event"] == "stands_still"]
+    return found
+
+
+def test_a_task_is_named_again_only_when_it_has_stood_still_twice_as_long(clock: Clock) -> None:
+    dog = Watchdog(45.0)
+    with dog.task("episode", "a") as pulse:
+        assert named_at(dog, clock, 200) == [(45, ["a"]), (90, ["a"]), (180, ["a"])]
+        pulse.beat()
+        assert named_at(dog, clock, 50) == [(45, ["a"])]
+
+
+def test_a_task_is_named_in_time_whoever_else_waits_for_the_same(clock: Clock) -> None:
+    dog = Watchdog(45.0)
+    with dog.task("episode", "a") as a, dog.task("episode", "b") as b:
+        a.beat("engine")
+        clock.now += 130.0
+        b.beat("engine")
+        assert named_at(dog, clock, 20) == [(1, ["a"])]
+        assert named_at(dog, clock, 30) == [(25, ["b"])]
+        a.beat()
+        assert named_at(dog, clock, 50) == [(40, ["b"]), (45, ["a"])]
+
+
+def test_one_line_names_few_of_many(clock: Clock) -> None:
+    dog = Watchdog(45.0)
+    with contextlib.ExitStack() as stack, capture_logs() as logs:
+        for number in range(128):
+            stack.enter_context(dog.task("episode", f"e{number}"))
+        clock.now += 50.0
+        dog.look()
+    (log,) = logs
+    assert (log["count"], len(log["names"])) == (128, MAX_NAMES)
 
 
 def test_it_says_when_a_task_moves_again() -> None:
     dog = Watchdog(NOTICE)
     with capture_logs() as logs, dog.task("manager") as pulse:
         pulse.beat("the learner's next version", 600.0)
-        time.sleep(2 * NOTICE)
+        pulse.since -= 2 * NOTICE
         assert [wait.on for wait in dog.look()] == ["the learner's next version"]
         pulse.beat()
         assert dog.look() == []
@@ -103,6 +161,25 @@ def test_waits_within_waits_come_back_to_the_outer_one() -> None:
     assert asyncio.run(run()) == ["inner", "outer", NOBODY]
 
 
+def test_waits_side_by_side_end_in_any_order() -> None:
+    async def run() -> list[str]:
+        seen = []
+        with Watchdog().task("episode") as pulse:
+            first = pulse.waiting("engine", Part.ENGINE, 30.0)
+            second = pulse.waiting("environment server", Part.ENVIRONMENT)
+            await first.__aenter__()
+            await second.__aenter__()
+            seen.append(pulse.on)
+            await first.__aexit__(None, None, None)
+            seen.append(pulse.on)
+            assert pulse.limit_s is None
+            await second.__aexit__(None, None, None)
+            seen.append(pulse.on)
+        return seen
+
+    assert asyncio.run(run()) == ["environment server", "environment server", NOBODY]
+
+
 def test_a_timeout_of_somebody_else_passes_through() -> None:
     async def run() -> None:
         with Watchdog().task("episode") as pulse:
@@ -142,6 +219,6 @@ def test_what_blocks_the_event_loop_is_named_while_it_does() -> None:
         lag = asyncio.run(run())
     assert "hold_up" in told[0]["where"]
     assert told[0]["blocked_s"] >= 0.2
-    assert [log["event"] for log in logs] == ["event_loop_blocked"]
+    assert {log["event"] for log in logs} == {"event_loop_blocked"}
     assert lag["lag_max_ms"] > 500
     assert lag["lag_p50_ms"] <= lag["lag_p99_ms"] <= lag["lag_max_ms"]
