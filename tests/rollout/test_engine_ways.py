@@ -24,7 +24,7 @@ from hintloop.rollout.engines.vllm import ServerError
 from hintloop.rollout.vllm_sender import Sender
 from hintloop.rollout.weights import WeightsRefused
 
-from .world import NEVER_STOPS, QUICK, World, all_ready, planned, sample, until
+from .world import NEVER_STOPS, QUICK, SLOW_MS, World, all_ready, looked_at, planned, sample, until
 
 BOTH = pytest.mark.parametrize("way", [Adapter, Direct])
 
@@ -40,13 +40,14 @@ Worlds = Callable[[type[Way]], World]
 @BOTH
 def test_a_request_that_spans_an_update_has_the_version_of_each_token(world: Worlds, way: type[Way]) -> None:
     async def run(world: World) -> None:
-        async with world.pool(NEVER_STOPS) as pool:
+        async with world.pool(planned(token_ms=SLOW_MS)) as pool:
+            world.publish(1)
             asked = [
                 asyncio.create_task(sample(pool, 200, session=str(i), temperature=1.0)) for i in range(6)
             ]
-            await asyncio.sleep(0.1)
-            world.publish(1)
+            await world.under_way(6)
             await pool.load_weights(world.fetched(1), 1)
+            world.hurry()
             later = await sample(pool, 20, temperature=1.0)
             world.check(later)
             assert set(later.policy_versions) == {1}
@@ -66,19 +67,21 @@ def test_a_server_whose_load_fails_is_out_until_it_has_the_newest_version(
     world: Worlds, way: type[Way], kind: Any
 ) -> None:
     async def run(world: World) -> None:
-        async with world.pool(planned(Fault(kind=kind, skip=1)), NEVER_STOPS) as pool:
+        plans = [planned(*faults, token_ms=SLOW_MS) for faults in ([Fault(kind=kind, skip=1)], [])]
+        async with world.pool(*plans) as pool:
             await all_ready(pool, 0)
+            world.publish(1)
             asked = [
                 asyncio.create_task(sample(pool, 150, session=str(i), temperature=1.0)) for i in range(6)
             ]
-            await asyncio.sleep(0.1)
-            world.publish(1)
+            await world.under_way(6)
             await pool.load_weights(world.fetched(1), 1)
+            ended = way is Direct and kind != "stale_load"  # a transfer that has begun cannot be taken back
+            await until(lambda: world.engines[0].restarts == ended)
+            world.hurry()
             for each in await asyncio.gather(*asked):
                 world.check(each)
                 assert len(each.token_ids) == 150
-            ended = way is Direct and kind != "stale_load"  # a transfer that has begun cannot be taken back
-            assert world.engines[0].restarts == ended
             world.engines[0]._up_at = 0.0  # somebody starts it again
             await all_ready(pool, 1)
             many = await asyncio.gather(
@@ -163,14 +166,16 @@ def test_servers_fetch_the_adapter_alone_and_are_never_paused(world: Worlds, tmp
 
 def test_an_adapter_goes_when_no_request_uses_it_any_more(world: Worlds) -> None:
     async def run(world: World) -> None:
-        async with world.pool(NEVER_STOPS) as pool:
+        async with world.pool(planned(token_ms=SLOW_MS)) as pool:
             worker = world.engines[0].worker
-            asked = asyncio.create_task(sample(pool, 250, session="long"))
-            await until(lambda: world.engines[0].sampled > 0)
             world.publish(1)
+            asked = asyncio.create_task(sample(pool, 250, session="long"))
+            await world.under_way(1)
             await pool.load_weights(world.fetched(1), 1)
-            await asyncio.sleep(0.1)
+            for _ in range(2):  # a look unloads what nobody needs after it has seen what is there
+                await looked_at(pool)
             assert len(worker.adapters) == 2
+            world.hurry()
             found = await asked
             assert found.token_ids == world.greedy(250)
             await until(lambda: len(worker.adapters) == 1)
@@ -180,19 +185,18 @@ def test_an_adapter_goes_when_no_request_uses_it_any_more(world: Worlds) -> None
 
 def test_no_adapter_is_loaded_over_those_that_requests_need(world: Worlds) -> None:
     async def run(world: World) -> None:
-        async with world.pool(NEVER_STOPS) as pool:
+        async with world.pool(planned(token_ms=SLOW_MS)) as pool:
             asked = []
+            for version in (1, 2, 3):
+                world.publish(version)
             for version in (0, 1, 2):
-                if version:
-                    world.publish(version)
-                    await pool.load_weights(world.fetched(version), version)
-                before = world.engines[0].sampled
+                await pool.load_weights(world.fetched(version), version)
                 asked.append(asyncio.create_task(sample(pool, 300, session=f"{version}")))
-                await until(lambda before=before: world.engines[0].sampled > before)  # type: ignore[misc]
-            world.publish(3)
+                await world.under_way(len(asked))
             loading = asyncio.create_task(pool.load_weights(world.fetched(3), 3))
             await until(lambda: "still answers with the adapters" in pool.servers()[0]["reason"])
             assert not loading.done()
+            world.hurry()
             for version, task in enumerate(asked):
                 assert (await task).token_ids == world.greedy(300, version=version)
             await loading
@@ -205,7 +209,7 @@ def test_what_a_broken_stream_of_an_adapter_brought_is_certain(world: Worlds) ->
     """Nobody has looked at the server since, but only the version that the request named can have sampled it."""
 
     async def run(world: World) -> None:
-        patience = replace(QUICK, stall=1.0, poll=30.0)
+        patience = replace(QUICK, poll=30.0)
         async with world.pool(planned(Fault(kind="drop", tokens=20, skip=2)), patience=patience) as pool:
             assert (await sample(pool, 40)).token_ids == world.greedy(40)
             assert pool.stats()["continued_tokens"] == 20
@@ -309,7 +313,7 @@ def test_a_server_that_somebody_left_in_the_middle_of_a_transfer_ends(world: Wor
 
 def test_a_server_ends_by_itself_when_this_process_dies_in_the_middle(world: Worlds) -> None:
     async def run(world: World) -> None:
-        patience = replace(QUICK, load=0.3, control=0.3)
+        patience = replace(QUICK, load=2.0, control=2.0)
         async with world.pool(planned(load_ms=10_000), load=False, patience=patience) as pool:
             world.publish(0)
             loading = asyncio.create_task(pool.load_weights(world.fetched(0), 0))

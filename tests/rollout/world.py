@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import time
 from collections.abc import AsyncIterator, Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,21 +28,27 @@ from hintloop.rollout.engines.vllm import Patience
 STOP = 99
 PROMPT = [3, 1, 4, 1, 5]
 GREEDY = 0.0
-DEADLINE_S = 20.0
+DEADLINE_S = 120.0
+"""For a whole test, the start of a process included; only one that hangs needs it."""
 VOCABULARY = 90
 QUICK = Patience(
-    turn=10.0,
-    first=0.5,
-    stall=0.5,
-    connect=1.0,
-    control=2.0,
-    load=3.0,
-    fetch=5.0,
-    lag=1.0,
-    join=10.0,
+    turn=60.0,
+    first=5.0,
+    stall=5.0,
+    connect=5.0,
+    control=10.0,
+    load=20.0,
+    fetch=30.0,
+    lag=10.0,
+    join=60.0,
     poll=0.02,
 )
-NEVER_STOPS = Plan(stop_after=10**15, token_ms=2, stream_interval=4, vocabulary=VOCABULARY)
+"""Looks often, and waits as long as a busy machine may need: its servers share one interpreter with the test."""
+IMPATIENT = replace(QUICK, first=0.5, stall=0.5)
+"""For servers that hang."""
+QUICK_MS, SLOW_MS = 2, 50
+"""For a token."""
+NEVER_STOPS = Plan(stop_after=10**15, token_ms=QUICK_MS, stream_interval=4, vocabulary=VOCABULARY)
 
 
 def planned(*faults: Fault, **changes: Any) -> Plan:
@@ -109,6 +116,20 @@ class World:
             way=self.way(),
         )
 
+    async def under_way(self, count: int) -> None:
+        """Wait until so many requests are in the middle of their answers."""
+
+        def begun() -> int:
+            answers = [answer for engine in self.engines for answer in list(engine.running.values())]
+            return sum(bool(answer.token_ids) for answer in answers)
+
+        await until(lambda: begun() >= count)
+
+    def hurry(self) -> None:
+        """Let servers that were slow, so that something could happen meanwhile, be quick."""
+        for engine in self.engines:
+            engine.plan = engine.plan.model_copy(update={"token_ms": QUICK_MS})
+
     def greedy(self, count: int, version: int = 0) -> tuple[int, ...]:
         """What greedy sampling of the prompt gives when nothing goes wrong."""
         context = context_of(PROMPT)
@@ -141,3 +162,9 @@ async def all_ready(pool: Pool, version: int) -> None:
     await until(
         lambda: {(server["state"], server["version"]) for server in pool.servers()} == {("ready", version)}
     )
+
+
+async def looked_at(pool: Pool) -> None:
+    """Wait until the pool has seen anew that each of its servers has the version that it was given."""
+    now = time.monotonic()
+    await until(lambda: all(each.server.standing.confirmed_at > now for each in pool._members.values()))
