@@ -8,7 +8,7 @@ READY := $(VENV)/.installed
 play: $(READY)
 	$(VENV)/bin/hintloop play $(if $(findstring --resume,$(ARGS)),,--preset laptop) $(ARGS)
 
-# In the order of the folders: by default files with few tests come last, and those are the long ones.
+# In the order of tests/conftest.py: by default files with few tests come last, and those are the long ones.
 test: $(READY)
 	.ci/check
 	$(VENV)/bin/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)

@@ -40,7 +40,7 @@ def _refused(*words: str) -> str | None:
     """Why the ``docker`` command does not do something; None when it does."""
     if shutil.which("docker") is None:
         return "there is no docker command"
-    asked = subprocess.run(["docker", *words], capture_output=True, text=True, timeout=20, check=False)
+    asked = subprocess.run(["docker", *words], capture_output=True, text=True, timeout=120, check=False)
     return None if asked.returncode == 0 else f"docker {words[0]}: {asked.stderr.strip()[-200:]}"
 
 
@@ -78,6 +78,7 @@ TIERS: dict[str, Callable[[], str | None]] = {
     "slow": _lacks_time,
 }
 """Marker -> what is missing, or None."""
+LONG_TIERS = ("compose", "vllm", "slow")
 
 
 def _required() -> set[str]:
@@ -87,6 +88,12 @@ def _required() -> set[str]:
 def pytest_configure(config: pytest.Config) -> None:
     if unknown := _required() - TIERS.keys():
         raise pytest.UsageError(f"HINTLOOP_REQUIRE: no tier {', '.join(sorted(unknown))}")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Files with long tests first, so that none is left alone at the end while other workers have nothing to do."""
+    long = {item.path for item in items if any(item.get_closest_marker(name) for name in LONG_TIERS)}
+    items.sort(key=lambda item: item.path not in long)
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
