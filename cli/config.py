@@ -106,7 +106,9 @@ class TeachersSection(TeachersConfig):
         """All teachers; ``url`` is the root of the scripted expert's server, if it is one of them."""
         settings = {name: getattr(self, name) for name in TeachersConfig.model_fields}
         if self.scripted:
-            expert = TeacherSpec(name=EXPERT, base_url=f"{url}/v1", model=EXPERT)
+            expert = TeacherSpec(
+                name=EXPERT, base_url=f"{url}/v1", model=EXPERT, usd_per_mtok_in=0, usd_per_mtok_out=0
+            )
             settings["teachers"] = (*self.teachers, expert)
         return TeachersConfig(**settings)
 
@@ -267,9 +269,21 @@ def _checked(layer: Layer) -> Layer:
             if section not in Config.model_fields or name not in _section(section).model_fields:
                 raise _unknown(f"{section}.{name}")
             optional = NoneType in get_args(_section(section).model_fields[name].annotation)
-            value = None if optional and value == "none" else value
+            value = None if optional and value == "none" else _plain(value)
             checked.setdefault(section, {})[name] = value
     return checked
+
+
+def _plain(value: Any) -> Any:
+    """The value, with ``"none"`` as None in the tables of a list."""
+    if not isinstance(value, list):
+        return value
+    return [
+        {name: None if one == "none" else one for name, one in table.items()}
+        if isinstance(table, dict)
+        else table
+        for table in value
+    ]
 
 
 def _unknown(key: str) -> UserError:

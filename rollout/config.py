@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from typing import Literal
+from collections.abc import Iterable, Mapping
+from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
@@ -120,27 +121,49 @@ class EvaluationConfig(_Settings):
     """Whole episodes kept of each evaluation, for the report."""
 
 
+OPENROUTER, OPENROUTER_KEY = "https://openrouter.ai/api/v1", "OPENROUTER_API_KEY"
+
+
 class TeacherSpec(_Settings):
-    """One teacher."""
+    """One teacher, by default on OpenRouter."""
 
     model_config = ConfigDict(hide_input_in_errors=True)
 
     name: str
     """How it is named in pairs and reports."""
-    base_url: str
+    base_url: str = OPENROUTER
     """Root of its API, ``/v1`` included."""
     model: str
     """Name of the model there."""
     api_key_env: str | None = None
-    """Environment variable that holds the key; None: no key is sent."""
-    usd_per_mtok_in: float = Field(default=0.0, ge=0)
-    """Price of a million prompt tokens, US dollars."""
-    usd_per_mtok_out: float = Field(default=0.0, ge=0)
-    """Price of a million answer tokens, US dollars."""
+    """Environment variable that holds the key, by default OPENROUTER_API_KEY for one on OpenRouter; None: no key is
+    sent."""
+    usd_per_mtok_in: float | None = Field(default=None, ge=0)
+    """Price of a million prompt tokens, US dollars; 0 for a teacher that is free. None, not known, counts as 0, and
+    is refused where there is a budget."""
+    usd_per_mtok_out: float | None = Field(default=None, ge=0)
+    """Price of a million answer tokens, the same way."""
     max_answer_tokens: int = Field(default=2048, ge=1)
     """Tokens of one answer at most, its reasoning included; the worst case of a question is priced with it."""
     requests_per_minute: float | None = Field(default=None, gt=0)
     """Requests that the teacher takes per minute, retries included; None: no limit."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _on_openrouter(cls, values: Any) -> Any:
+        if isinstance(values, Mapping) and values.get("base_url", OPENROUTER) == OPENROUTER:
+            return {"api_key_env": OPENROUTER_KEY, **values}
+        return values
+
+    @property
+    def is_priced(self) -> bool:
+        """Whether its prices are known."""
+        return self.usd_per_mtok_in is not None and self.usd_per_mtok_out is not None
+
+    @property
+    def is_free(self) -> bool:
+        """Whether it costs nothing, as far as is known."""
+        return not self.usd_per_mtok_in and not self.usd_per_mtok_out
 
     @field_validator("base_url")
     @classmethod
@@ -197,3 +220,19 @@ class TeachersConfig(_Settings):
         if len({spec.name for spec in self.teachers}) < len(self.teachers):
             raise ValueError("two teachers have the same name")
         return self
+
+    @model_validator(mode="after")
+    def _can_be_billed(self) -> TeachersConfig:
+        if self.budget_usd is not None or self.episode_budget_usd is not None:
+            check_prices(self.teachers)
+        return self
+
+
+def check_prices(specs: Iterable[TeacherSpec]) -> None:
+    """``ValueError`` when a teacher's prices are not known, so that no budget can hold for it."""
+    for spec in specs:
+        if not spec.is_priced:
+            raise ValueError(
+                f"teacher {spec.name} has no price, and there is a budget: set usd_per_mtok_in and usd_per_mtok_out, "
+                "both 0 if it is free"
+            )

@@ -24,7 +24,7 @@ import httpx
 from hintloop.envs.models import ToolCall
 from hintloop.replay.normalize import Pair
 from hintloop.rollout.answer_cache import AnswerCache
-from hintloop.rollout.config import TeacherSpec
+from hintloop.rollout.config import TeacherSpec, check_prices
 from hintloop.rollout.ledger import Ledger
 from hintloop.rollout.pairs import agree, canonical
 from hintloop.rollout.teachers import Bill, Teacher, TeacherAnswer
@@ -41,7 +41,6 @@ __all__ = [
     "save_pairs",
 ]
 
-OPENROUTER = "https://openrouter.ai/api/v1"
 KEPT_BYTES = 2**30
 """Answers kept in a folder."""
 
@@ -49,9 +48,7 @@ KEPT_BYTES = 2**30
 def _on_openrouter(name: str, model: str, usd_in: float, usd_out: float) -> TeacherSpec:
     return TeacherSpec(
         name=name,
-        base_url=OPENROUTER,
         model=model,
-        api_key_env="OPENROUTER_API_KEY",
         usd_per_mtok_in=usd_in,
         usd_per_mtok_out=usd_out,
     )
@@ -137,7 +134,7 @@ def replay_trace(
 
     ``folder`` holds answers and ledger; ``budget_usd`` is for all that is ever asked in it. A question that was
     answered there is not asked again. What goes wrong with a teacher is in its result. ``ValueError`` for a missing
-    key, ``LedgerFailed`` when another process works in the folder or it cannot be written.
+    key or price, ``LedgerFailed`` when another process works in the folder or it cannot be written.
     """
 
     async def ask_all() -> list[TeacherCallResult]:
@@ -154,6 +151,8 @@ def replay_trace(
             made = [Teacher(spec, client, ledger=ledger, cache=cache, **settings) for spec in teachers]
             return await asyncio.gather(*(ask(state, teacher) for state in states for teacher in made))
 
+    if budget_usd is not None:
+        check_prices(teachers)
     ledger = Ledger(folder / "ledger.jsonl", budget_usd=budget_usd)
     try:
         return asyncio.run(ask_all())

@@ -219,4 +219,5 @@ def worst_case_usd(spec: TeacherSpec, data: bytes) -> float:
 
 
 def _price(spec: TeacherSpec, tokens_in: int, tokens_out: int) -> float:
-    return (tokens_in * spec.usd_per_mtok_in + tokens_out * spec.usd_per_mtok_out) / 1e6
+    per_in, per_out = spec.usd_per_mtok_in or 0.0, spec.usd_per_mtok_out or 0.0
+    return (tokens_in * per_in + tokens_out * per_out) / 1e6

@@ -125,7 +125,7 @@ async def open_asking(
     if settings.cache_mb:
         cache = AnswerCache(answers_folder(run_dir), max_bytes=int(settings.cache_mb * 1e6))
     ledger = None
-    if any(spec.usd_per_mtok_in or spec.usd_per_mtok_out for spec in settings.teachers):
+    if not all(spec.is_free for spec in settings.teachers):
         ledger = await _open_ledger(run_dir, settings)
         stack.push_async_callback(partial(aside, ledger.close, name="ledger"))
     teachers = [

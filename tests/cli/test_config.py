@@ -31,6 +31,24 @@ def test_bundled_presets() -> None:
     assert preset_names() == ["laptop", "model", "smoke"]
 
 
+def test_what_is_not_said_of_a_teacher_stays_unsaid_in_the_file_of_a_run(tmp_path: Path) -> None:
+    path = tmp_path / "config.toml"
+    spec = "{name='one', base_url='http://one/v1', model='m'}"
+    config = load_config(assignments=[f"teachers.teachers=[{spec}, {{name='two', model='m'}}]"])
+    path.write_text(config.to_toml())
+    again = load_config(file=path)
+    assert again == config
+    assert [one.api_key_env for one in again.teachers.teachers] == [None, "OPENROUTER_API_KEY"]
+
+
+def test_a_free_teacher_has_to_say_so_where_there_is_a_budget() -> None:
+    spec = "name='one', base_url='http://one/v1', model='m'"
+    with pytest.raises(UserError, match="teacher one has no price, and there is a budget"):
+        load_config(assignments=[f"teachers.teachers=[{{{spec}}}]", "teachers.budget_usd=1"])
+    free = f"{spec}, usd_per_mtok_in=0, usd_per_mtok_out=0"
+    load_config(assignments=[f"teachers.teachers=[{{{free}}}]", "teachers.budget_usd=1"])
+
+
 def test_later_layers_win(tmp_path: Path) -> None:
     path = tmp_path / "mine.toml"
     path.write_text("[rollout]\ngroup_size = 5\nmax_tokens = 100\n\n[learner]\nsteps = 7\n")

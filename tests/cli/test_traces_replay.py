@@ -35,7 +35,7 @@ def settings(teachers: TeacherServer, tmp_path: Path) -> Path:
     path = tmp_path / "settings.toml"
     specs = [
         f'[[teachers.teachers]]\nname = "{name}"\nbase_url = "{teachers.url}"\nmodel = "{name}"\n'
-        "usd_per_mtok_out = 10.0\n"
+        "usd_per_mtok_in = 0\nusd_per_mtok_out = 10.0\n"
         for name in ("one", "two")
     ]
     path.write_text("[teachers]\nagree = 2\nask_probability = 0.0\n" + "".join(specs))

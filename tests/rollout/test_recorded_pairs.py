@@ -32,7 +32,7 @@ OWN = ToolCall(name="shell", arguments={"command": "ls"})
 def settings(server: TeacherServer, count: int = 2, **more: Any) -> TeachersConfig:
     usd = more.pop("usd", 0.0)
     specs = tuple(
-        TeacherSpec(name=f"t{n}", base_url=server.url, model=f"m{n}", usd_per_mtok_out=usd)
+        TeacherSpec(name=f"t{n}", base_url=server.url, model=f"m{n}", usd_per_mtok_in=0, usd_per_mtok_out=usd)
         for n in range(count)
     )
     return TeachersConfig(

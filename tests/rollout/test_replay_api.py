@@ -35,7 +35,7 @@ def states(count: int = 2, action: ToolCall = BAD) -> list[TraceState]:
 
 def specs(server: TeacherServer, count: int = 3, usd: float = 0.0) -> list[TeacherSpec]:
     return [
-        TeacherSpec(name=f"t{n}", base_url=server.url, model=f"m{n}", usd_per_mtok_out=usd)
+        TeacherSpec(name=f"t{n}", base_url=server.url, model=f"m{n}", usd_per_mtok_in=0, usd_per_mtok_out=usd)
         for n in range(count)
     ]
 
@@ -48,7 +48,10 @@ def test_the_default_teachers_are_asked_by_one_key_of_the_environment(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     assert {spec.base_url for spec in DEFAULT_TEACHERS} == {"https://openrouter.ai/api/v1"}
-    assert all(spec.usd_per_mtok_out > 0 for spec in DEFAULT_TEACHERS)
+    assert all(spec.is_priced and not spec.is_free for spec in DEFAULT_TEACHERS)
+    unpriced = [TeacherSpec(name="one", base_url="http://one/v1", model="m", usd_per_mtok_in=1.0)]
+    with pytest.raises(ValueError, match="teacher one has no price"):
+        replay_trace(states(), unpriced, folder=tmp_path, budget_usd=1.0)
     monkeypatch.delenv("OPENROUTER_API_KEY", raising=False)
     with pytest.raises(ValueError, match="OPENROUTER_API_KEY is not set"):
         replay_trace(states(), folder=tmp_path)
