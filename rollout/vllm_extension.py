@@ -61,7 +61,7 @@ class WorkerExtension:
     hintloop_timer: threading.Timer | None = None
 
     def hintloop_fetch(self, uri: str, version: int, under: str = "") -> dict[str, Any]:
-        """Start to fetch a version, unless that is going on or done; the answer is that of ``hintloop_status``.
+        """Start to fetch a version, unless that is going on; the answer is that of ``hintloop_status``.
 
         With ``under``, such as ``adapter/``, only the files whose names begin so.
         """
@@ -155,12 +155,15 @@ class Fetcher:
         self._folder = Path()
 
     def start(self, uri: str, version: int, under: str = "") -> None:
-        """``ValueError`` for a URI that is not allowed here. A fetch that has failed is tried again."""
+        """``ValueError`` for a URI that is not allowed here.
+
+        What was fetched before is compared with what the URI holds now: it may have been deleted, or published anew.
+        """
         allowed = os.environ.get(ALLOWED)
         if allowed and uri.rstrip("/") != allowed.rstrip("/"):
             raise ValueError(f"this server takes weights from {allowed} only, not from {uri}")
         with self._lock:
-            if self._wanted == (uri, version, under) and self._state in ("fetching", "ready"):
+            if self._wanted == (uri, version, under) and self._state == "fetching":
                 return
             self._wanted, self._state, self._error = (uri, version, under), "fetching", ""
         wanted = (uri, version, under)
@@ -216,7 +219,8 @@ def fetch(uri: str, version: int, under: str = "", *, cache: Path) -> Path:
             except DigestMismatch:
                 shutil.rmtree(folder)
                 folder = WeightStore(uri).fetch(version, place, under=under)
-        for old in sorted(place.glob("v*"))[:-KEPT_VERSIONS]:
+        # Higher ones are of a run that began anew under this URI, and are replaced when their turn comes.
+        for old in sorted(path for path in place.glob("v*") if path.name <= folder.name)[:-KEPT_VERSIONS]:
             shutil.rmtree(old, ignore_errors=True)
     _sweep(cache)
     return folder
