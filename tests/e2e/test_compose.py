@@ -7,6 +7,7 @@ import os
 import re
 import urllib.request
 from collections.abc import Iterator
+from ipaddress import ip_network
 from typing import Any
 
 import pytest
@@ -160,8 +161,10 @@ def store() -> Iterator[str]:
     """URL of an S3-compatible server that containers reach, by the address that this machine has among them."""
     server_of = pytest.importorskip("moto.server", reason="needs moto, of the extra dev")
     s3fs = pytest.importorskip("s3fs", reason="needs s3fs, of the extra dev")
-    gateway = docker("network", "inspect", "bridge", "--format", "{{(index .IPAM.Config 0).Gateway}}").strip()
-    server = server_of.ThreadedMotoServer(ip_address=gateway, port=0, verbose=False)
+    (network,) = json.loads(docker("network", "inspect", "bridge", "--format", "{{json .IPAM.Config}}"))
+    # An engine that has just been installed does not name the gateway: it is the first address.
+    gateway = network.get("Gateway") or next(ip_network(network["Subnet"]).hosts())
+    server = server_of.ThreadedMotoServer(ip_address=str(gateway), port=0, verbose=False)
     server.start()
     host, port = server.get_host_and_port()
     url = f"http://{host}:{port}"
