@@ -54,11 +54,17 @@ def test_a_call_aside_gives_what_it_returns_or_raises_and_holds_nobody_up() -> N
         assert await aside(lambda: threading.current_thread().name, name="journal") == "journal"
         with pytest.raises(KeyError):
             await aside(lambda: {}["x"], name="journal")
-        started = time.monotonic()
-        sleeping = asyncio.create_task(aside(lambda: time.sleep(0.3), name="slow"))
-        await asyncio.sleep(0.01)
-        assert time.monotonic() - started < 0.25
-        await sleeping
+        begun, let_go = threading.Event(), threading.Event()
+
+        def wait() -> bool:
+            begun.set()
+            return let_go.wait(30)
+
+        waiting = asyncio.create_task(aside(wait, name="slow"))
+        while not begun.is_set():  # noqa: ASYNC110 - it is of threads
+            await asyncio.sleep(0.001)
+        let_go.set()
+        assert await waiting, "the call was over before anybody else came to do something"
 
     asyncio.run(run())
 
@@ -72,7 +78,7 @@ def test_neither_a_run_nor_its_process_waits_for_a_call_that_never_returns() -> 
 
     started = time.monotonic()
     asyncio.run(run())
-    assert time.monotonic() - started < 5.0
+    assert time.monotonic() - started < 30.0
     assert all(thread.daemon for thread in threading.enumerate() if thread.name == "dead")
     for_ever.set()
 
@@ -113,9 +119,9 @@ def test_a_storage_that_fails_for_a_while_is_tried_again(monkeypatch: pytest.Mon
 
 def test_a_storage_that_fails_for_too_long_says_why() -> None:
     with pytest.raises(
-        StorageFailed, match=r"writing to the journal failed for 0.2 s: No space left on device"
+        StorageFailed, match=r"writing to the journal failed for 2 s: No space left on device"
     ):
-        stored(failing(10**6, OSError(errno.ENOSPC, "No space left on device")), 0.2)
+        stored(failing(10**6, OSError(errno.ENOSPC, "No space left on device")), 2.0)
 
 
 def test_a_storage_that_never_answers_says_so() -> None:

@@ -38,7 +38,7 @@ from hintloop.rollout.teachers import Teacher
 from hintloop.rollout.teaching import Asking
 from hintloop.rollout.watchdog import Watchdog
 
-DEADLINE_S = 30.0
+DEADLINE_S = 120.0
 FULL = OSError(errno.ENOSPC, "No space left on device")
 Reply = Callable[[httpx.Request], Awaitable[httpx.Response]]
 
@@ -180,7 +180,7 @@ def test_a_part_that_never_answers_loses_the_episode_at_its_deadline_and_is_name
 ) -> None:
     never = asyncio.Event
 
-    made = loop(rule={"turn_s": 0.5}, wanted=1)
+    made = loop(rule={"turn_s": 3.0}, wanted=1)
     if place == "engine":
         engine = made.player.engine
         generate = engine.generate
@@ -199,10 +199,10 @@ def test_a_part_that_never_answers_loses_the_episode_at_its_deadline_and_is_name
         async def session() -> AsyncIterator[Any]:
             if next(calls) == 0:
                 try:
-                    async with asyncio.timeout(0.5):
+                    async with asyncio.timeout(2.0):
                         await never().wait()
                 except TimeoutError:
-                    raise EnvironmentLost("no session within 0.5 s: full") from None
+                    raise EnvironmentLost("no session within 2 s: full") from None
             async with tiny.session() as env:
                 yield env
 
@@ -256,9 +256,9 @@ def test_a_journal_that_fails_for_a_while_loses_and_repeats_nothing(loop: Any, e
 
 
 def test_a_full_disk_ends_the_run_with_one_message(loop: Any) -> None:
-    made = loop(rule={"storage_timeout_s": 0.5})
+    made = loop(rule={"storage_timeout_s": 2.0})
     made.append = fails(made.journal, 10**6, FULL)
-    with pytest.raises(StorageFailed, match=r"journal failed for 0\.5 s: No space left on device"):
+    with pytest.raises(StorageFailed, match=r"journal failed for 2 s: No space left on device"):
         asyncio.run(made.play())
     assert made.journal == []
 

@@ -177,7 +177,7 @@ def test_cancelling_drops_unfinished_groups_at_once(make_player: Any, world: Any
         await asyncio.sleep(0.1)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
-            await asyncio.wait_for(task, 2)
+            await asyncio.wait_for(task, 20)
 
     asyncio.run(run())
     assert not segments
