@@ -5,8 +5,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import os
+import signal
+import threading
 from collections import Counter
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -29,6 +32,8 @@ def call_text(name: str, **arguments: Any) -> str:
 
 READ_THEN_SUBMIT = (call_text("read_file", path="nowhere.py"), call_text("submit"))
 """One error of the agent, then the end."""
+RUN_S, STOP_S = 240.0, 60.0
+"""For a test with whole runs in this process, and for such a run to stop."""
 
 
 @dataclass
@@ -90,6 +95,24 @@ class TinyEnvironment:
             "file_not_found", "no such file: nowhere.py", path="nowhere.py", files=["solution.py"]
         )
         return step_result(failure(error))
+
+
+@pytest.fixture
+def within_time() -> Iterator[None]:
+    """A run in this process that hangs is asked to stop, as a user would; one that does not stop ends the process."""
+    ended = threading.Event()
+
+    def watch() -> None:
+        for seconds, number in ((RUN_S, signal.SIGTERM), (STOP_S, signal.SIGKILL)):
+            if ended.wait(seconds):
+                return
+            os.kill(os.getpid(), number)
+
+    watching = threading.Thread(target=watch, name="within_time", daemon=True)
+    watching.start()
+    yield
+    ended.set()
+    watching.join()
 
 
 @pytest.fixture(scope="session")

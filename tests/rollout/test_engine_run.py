@@ -30,6 +30,7 @@ from hintloop.rollout.engines.sim_server import in_thread
 from hintloop.rollout.loading import ROSTER
 from hintloop.rollout.run import run_rollout
 
+pytestmark = pytest.mark.usefixtures("within_time")
 LAST = 3
 
 

@@ -34,6 +34,7 @@ from hintloop.rollout.run import RolloutSummary, run_rollout
 from hintloop.rollout.sampler import choose_task
 from hintloop.rollout.weights import Fetched, NoWeights, WeightsRefused
 
+pytestmark = pytest.mark.usefixtures("within_time")
 SEED = 5
 FAILING = '<tool_call>\n{"name": "read_file", "arguments": {"path": "nowhere.py"}}\n</tool_call>'
 SUBMIT = '<tool_call>\n{"name": "submit", "arguments": {}}\n</tool_call>'
@@ -190,7 +191,7 @@ def test_a_run_from_the_first_weights_to_the_last(
     learner = Learner(tmp_path, student_folder, per_step=2, last=4)
     learner.start()
     teachers = TeachersConfig(
-        teachers=(TeacherSpec(name="expert", base_url=f"{expert_url}/v1", model="expert"),)
+        teachers=(TeacherSpec(name="expert", base_url=f"{expert_url}/v1", model="expert"),), deadline_s=60.0
     )
     summary = rollout(tmp_path, env_url, student_folder, teachers=teachers)
     learner.join(10)
@@ -418,7 +419,7 @@ def test_a_learner_that_falls_silent_ends_the_run_with_a_message(
 ) -> None:
     Learner(tmp_path, student_folder, per_step=2, last=0)
     with pytest.raises(LearnerSilent, match="is the learner running"):
-        rollout(tmp_path, env_url, student_folder, idle_timeout_s=1.0)
+        rollout(tmp_path, env_url, student_folder, idle_timeout_s=3.0)
     status = json.loads((tmp_path / "status" / "rollout.json").read_text())
     assert status["state"].startswith("failed: no weights after version 0")
 
