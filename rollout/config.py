@@ -82,9 +82,10 @@ class RolloutConfig(_Settings):
     @field_validator("engines")
     @classmethod
     def _are_urls(cls, engines: tuple[str, ...]) -> tuple[str, ...]:
+        from hintloop.rollout.engines.wire import check_url
+
         for url in engines:
-            if not url.startswith(("http://", "https://")):
-                raise ValueError(f"{url!r} is no URL such as http://127.0.0.1:8000")
+            check_url(url)
         return engines
 
     @field_validator("task_weights")

@@ -25,7 +25,7 @@ from hintloop.rollout.engines.answer import Piece
 from hintloop.rollout.engines.publish import Fetch, FetchFailed, Release, Way
 from hintloop.rollout.engines.turn import TurnCounts, sample_turn
 from hintloop.rollout.engines.vllm import Patience, ServerError, VllmServer
-from hintloop.rollout.engines.wire import LeanTransport
+from hintloop.rollout.engines.wire import LeanTransport, check_url
 from hintloop.rollout.weights import PROBE_TOLERANCE, WeightsRefused
 
 AFFINITY_SLACK = 8
@@ -85,9 +85,12 @@ class Pool:
         """The servers get versions of ``weights_uri`` by ``way``, or fetch them; ``stop_ids`` end a turn.
 
         While the file ``roster`` exists, the URLs in it, one a line, are the servers instead of ``urls``.
+        Raises ``ValueError`` for what is no URL.
         """
         self.counts = TurnCounts()
         self._urls = tuple(urls)
+        for url in self._urls:
+            check_url(url)
         self._weights_uri = weights_uri
         self._stop_ids = stop_ids
         self._patience = patience or Patience()
@@ -170,7 +173,8 @@ class Pool:
     # Who belongs to it
 
     def add(self, url: str) -> None:
-        """Let a server join, once it has the newest weights."""
+        """Let a server join, once it has the newest weights. Raises ``ValueError`` for what is no URL."""
+        check_url(url)
         self._start()
         self._add(url.rstrip("/"))
 
@@ -213,15 +217,31 @@ class Pool:
             self._add(url)
 
     async def _follow_roster(self) -> None:
+        told: set[str] = set()
         while self._roster is not None:
-            try:
-                lines = self._roster.read_text().splitlines()
-                self._set_urls([line.strip() for line in lines if line.strip()])
-            except FileNotFoundError:
-                self._set_urls(self._urls)
-            except (OSError, ValueError) as error:
-                _log.warning("engine_roster_not_read", path=str(self._roster), error=repr(error))
+            urls, problems = self._read_roster(self._roster)
+            self._set_urls(urls)
+            for problem in sorted(problems - told):
+                _log.warning("engine_roster_not_read", path=str(self._roster), error=problem)
+            told = problems
             await asyncio.sleep(self._patience.poll)
+
+    def _read_roster(self, roster: Path) -> tuple[list[str], set[str]]:
+        """The servers that there are to be, and what is wrong with the file."""
+        try:
+            lines = roster.read_text().splitlines()
+        except FileNotFoundError:
+            return list(self._urls), set()
+        except (OSError, ValueError) as error:
+            return list(self._members), {repr(error)}
+        urls, problems = [], set()
+        for line in filter(None, map(str.strip, lines)):
+            try:
+                check_url(line)
+                urls.append(line)
+            except ValueError as error:
+                problems.add(str(error))
+        return urls, problems
 
     # Sampling
 

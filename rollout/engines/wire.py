@@ -10,6 +10,7 @@ import asyncio
 import ssl
 import time
 from collections.abc import AsyncIterator
+from urllib.parse import urlsplit
 
 import httpx
 
@@ -19,6 +20,19 @@ READ_BYTES = 1 << 16
 MAX_PART_BYTES = 64 << 20
 """Largest piece of an answer that is taken in at once."""
 _BROKEN = (OSError, asyncio.IncompleteReadError, asyncio.LimitOverrunError, ValueError)
+
+
+def check_url(url: str) -> None:
+    """``ValueError`` unless ``url`` can be the root of a server."""
+    problem = "it lacks http:// or a host"
+    try:
+        httpx.URL(url)
+        parts = urlsplit(url)
+        if parts.scheme in ("http", "https") and parts.hostname and parts.port != 0:
+            return
+    except (httpx.InvalidURL, ValueError) as error:
+        problem = str(error)
+    raise ValueError(f"{url!r} is no URL such as http://127.0.0.1:8000: {problem}")
 
 
 class LeanTransport(httpx.AsyncBaseTransport):
