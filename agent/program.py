@@ -14,7 +14,7 @@ import socket
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -90,8 +90,7 @@ async def run(
 
     Raises ``Hung`` when it takes more than ``idle_s`` seconds of its own: what it ``waited`` for others is not counted.
     """
-    with tempfile.TemporaryDirectory(prefix="hintloop-agent-", ignore_cleanup_errors=True) as folder:
-        _write(Path(folder, TASK_FILE), instruction)
+    async with _home(instruction) as folder:
         environment = {
             "PATH": f"{bin_folder}{os.pathsep}{os.environ.get('PATH', os.defpath)}",
             "SHELL": str(bin_folder / COMMAND),
@@ -119,6 +118,17 @@ async def run(
         finally:
             theirs.close()
         return await _watch(process, ours, over, waited, idle_s)
+
+
+@contextlib.asynccontextmanager
+async def _home(instruction: str) -> AsyncIterator[str]:
+    """A program's folder with its task. It may come to hold very many files, so a thread removes it."""
+    made = tempfile.TemporaryDirectory(prefix="hintloop-agent-", ignore_cleanup_errors=True)
+    try:
+        await asyncio.to_thread(_write, Path(made.name, TASK_FILE), instruction)
+        yield made.name
+    finally:
+        await asyncio.shield(asyncio.to_thread(made.cleanup))  # goes on when this is cancelled
 
 
 def _write(path: Path, text: str) -> None:

@@ -300,9 +300,18 @@ async def _beside(size: int, work: Callable[[], T]) -> T:
 
 
 def _length(body: Mapping[str, Any]) -> int:
-    messages = body.get("messages")
-    texts = [message.get("content") for message in messages or () if isinstance(message, dict)]
-    return sum(len(text) for text in texts if isinstance(text, str))
+    """Characters of the texts in a request, wherever they stand, and its parts; no further than to ``LONG``."""
+    length, left = 0, list(body.values())
+    while left and length < LONG:
+        part = left.pop()
+        length += 1
+        if isinstance(part, str):
+            length += len(part)
+        elif isinstance(part, dict):
+            left += part.values()
+        elif isinstance(part, list):
+            left += part
+    return length
 
 
 def _problem(reply: Reply, tools: tuple[dict[str, Any], ...]) -> tuple[ToolCall, ToolResult] | None:

@@ -83,6 +83,12 @@ def rewrite(task):
         messages.append({"role": "user", "content": "go on"})
 
 
+def parts(task):
+    """Long messages, each in many parts."""
+    part = {"type": "text", "text": "word " * 20}
+    ask([{"role": "user", "content": [part] * 200}])
+
+
 def environment(task):
     """What it is told, for the test to look at."""
     print(json.dumps({**os.environ, "files": os.listdir("."), "cwd": os.getcwd()}))

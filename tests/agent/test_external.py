@@ -9,6 +9,8 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
+import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -21,6 +23,7 @@ from hintloop.agent import guard
 from hintloop.agent.engine import EngineError, Sample, Sampling
 from hintloop.agent.episode import EpisodeLost, EpisodeSpec, Played, Player, TurnEvent
 from hintloop.agent.external import open_external
+from hintloop.agent.lines import Lines
 from hintloop.agent.policy import ChatFormat
 from hintloop.envs.client import EnvironmentLost, StepResult, step_result
 from hintloop.envs.errors import tool_error
@@ -288,6 +291,26 @@ def test_a_program_sees_its_task_and_nothing_of_this_process(
     assert told["files"] == ["TASK.md"]
     assert told["HOME"] == told["cwd"] != os.getcwd()
     assert not Path(told["cwd"]).exists()
+
+
+def test_long_work_for_a_program_is_done_beside_the_event_loop(
+    chat: ChatFormat, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    beside: dict[str, bool] = {}
+
+    def watched(owner: type, name: str) -> None:
+        work = getattr(owner, name)
+
+        def noted(*arguments: Any) -> Any:
+            beside.setdefault(name, threading.current_thread() is not threading.main_thread())
+            return work(*arguments)
+
+        monkeypatch.setattr(owner, name, noted)
+
+    watched(Lines, "find")
+    watched(tempfile.TemporaryDirectory, "cleanup")
+    play(chat, ["fine"], "parts", max_tokens=30_000)
+    assert beside == {"find": True, "cleanup": True}
 
 
 def test_episodes_run_side_by_side_each_with_its_own_key(chat: ChatFormat) -> None:
