@@ -1,15 +1,12 @@
-"""mini-swe-agent as the agent, in a real sandbox, on a scripted model. Skipped where it is not installed."""
+"""mini-swe-agent as the agent, in a real sandbox, on a scripted model."""
 
 from __future__ import annotations
 
 import asyncio
 import json
-import os
-import shutil
+import sys
 from pathlib import Path
 from typing import Any
-
-import pytest
 
 from hintloop.agent.engine import Sampling
 from hintloop.agent.episode import EpisodeSpec, Player
@@ -23,7 +20,8 @@ from hintloop.envs.sandbox.local import LocalProvider
 from hintloop.replay.episode import Outcome
 from hintloop.rollout.engines.scripted import ScriptedEngine
 
-MINI = os.environ.get("HINTLOOP_MINI_SWE_AGENT") or shutil.which("mini")
+MINI = Path(sys.executable).with_name("mini")
+"""Of the extra `dev`."""
 SCRIPT = Path(__file__).parents[2] / "examples" / "mini-swe-agent" / "run.sh"
 
 
@@ -47,9 +45,6 @@ def bash(command: str) -> str:
     return f"I look.\n<tool_call>\n{json.dumps(call)}\n</tool_call>"
 
 
-@pytest.mark.skipif(
-    MINI is None, reason="mini-swe-agent is not installed; HINTLOOP_MINI_SWE_AGENT names its `mini`"
-)
 def test_mini_swe_agent_solves_a_task_in_the_sandbox(chat: ChatFormat) -> None:
     load_taskset("bugfix")
     task = get_task(load_taskset("bugfix").splits()["train"][0])
@@ -69,7 +64,7 @@ def test_mini_swe_agent_solves_a_task_in_the_sandbox(chat: ChatFormat) -> None:
     env, spec = InProcess(environment), EpisodeSpec("g000000-0", "g000000", task.task_id)
 
     async def run() -> Any:
-        async with open_external(player, f'MINI="{MINI}" sh "{SCRIPT}"', idle_s=120) as agent:
+        async with open_external(player, f'MINI="{MINI}" sh "{SCRIPT}"', idle_s=300) as agent:
             return await agent.play(env, spec, Sampling(1.0, 2000))
 
     try:
@@ -81,6 +76,7 @@ def test_mini_swe_agent_solves_a_task_in_the_sandbox(chat: ChatFormat) -> None:
     assert (episode.outcome, episode.reward) == (Outcome.SOLVED, 1.0)
     assert [call.name for call in env.calls] == ["bash"] * 4 + ["submit"]
     assert [(site.kind, site.turn) for site in episode.hint_sites] == [("file_not_found", 2)]
+    assert episode.hint_sites[0].hint == "Hint: files are solution.py"
     said = [turn.text for turn in episode.turns if turn.role == "assistant"]
     assert said == [texts[0], *texts[2:]], "mini-swe-agent takes back what has no call in it"
     assert episode.reward_parts["lines"] == 2.0
