@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Sequence
 from typing import Any
 
 import httpx
+from pydantic import TypeAdapter
 
 from hintloop.envs.models import ToolCall
 from hintloop.rollout.config import TeacherSpec
@@ -20,6 +22,7 @@ RETRY_STATUS = frozenset({408, 409, 425, 429, 500, 502, 503, 504})
 MAX_ERROR_CHARS = 200
 MAX_REPLY_BYTES = 1024 * 1024
 MAX_CALL_CHARS = 50_000
+_CALLS = TypeAdapter(list[ToolCall])
 _NOT_SENT = (httpx.ConnectError, httpx.ConnectTimeout, httpx.PoolTimeout, httpx.LocalProtocolError)
 
 
@@ -120,22 +123,24 @@ def usage(reply: dict[str, Any]) -> tuple[int, int] | None:
     return None if spent_in is None or spent_out is None else (spent_in, spent_out)
 
 
-def parse_call(reply: dict[str, Any]) -> ToolCall:
-    """The first tool call of a chat completion. ``ValueError`` when there is none that can be read."""
+def parse_calls(reply: dict[str, Any]) -> tuple[ToolCall, ...]:
+    """All tool calls of a chat completion: one turn. ``ValueError`` for none, or one that cannot be read."""
     try:
-        function = reply["choices"][0]["message"]["tool_calls"][0]["function"]
-        name, arguments = function["name"], function["arguments"]
-        parsed = json.loads(arguments) if isinstance(arguments, str) else arguments
+        functions = [call["function"] for call in reply["choices"][0]["message"]["tool_calls"]]
+        given = [(function["name"], function["arguments"]) for function in functions]
+        parsed = [(name, json.loads(text) if isinstance(text, str) else text) for name, text in given]
     except (KeyError, IndexError, TypeError):
         raise ValueError("the answer holds no tool call") from None
     except (ValueError, RecursionError):
         raise ValueError("the arguments of the answer's tool call are no JSON") from None
-    if not isinstance(name, str) or not isinstance(parsed, dict):
+    if not parsed:
+        raise ValueError("the answer holds no tool call")
+    if not all(isinstance(name, str) and isinstance(arguments, dict) for name, arguments in parsed):
         raise ValueError("the answer's tool call has no name or no arguments")
-    call = ToolCall(name=name, arguments=parsed)
-    if len(_text(call)) > MAX_CALL_CHARS:
+    calls = tuple(ToolCall(name=name, arguments=arguments) for name, arguments in parsed)
+    if len(calls_text(calls)) > MAX_CALL_CHARS:
         raise ValueError(f"the answer's tool call is longer than {MAX_CALL_CHARS} characters")
-    return call
+    return calls
 
 
 def parse_text(reply: dict[str, Any]) -> str:
@@ -151,11 +156,28 @@ def parse_text(reply: dict[str, Any]) -> str:
     return line
 
 
-def _text(call: ToolCall) -> str:
-    """The call as strict JSON. ``ValueError`` when it has none: NaN, or half of a surrogate pair."""
+def calls_text(calls: Sequence[ToolCall]) -> str:
+    """Calls as strict JSON. ``ValueError`` when they have none: NaN, or half of a surrogate pair."""
     try:
-        text = json.dumps([call.name, call.arguments], allow_nan=False, ensure_ascii=False)
+        plain = [{"name": call.name, "arguments": call.arguments} for call in calls]
+        text = json.dumps(plain, allow_nan=False, ensure_ascii=False)
         text.encode()
     except (ValueError, RecursionError):
         raise ValueError("the answer's tool call is no valid JSON text") from None
     return text
+
+
+def read_calls(text: str) -> tuple[ToolCall, ...]:
+    """The calls of such a text. ``ValueError`` when it is none."""
+    calls = tuple(_CALLS.validate_json(text))
+    if not calls:
+        raise ValueError("no calls")
+    return calls
+
+
+def read_text(text: str) -> str:
+    """A written text as ``json.dumps`` gives it. ``ValueError`` when it is none."""
+    found = json.loads(text)
+    if not isinstance(found, str):
+        raise ValueError("no text")
+    return found

@@ -24,7 +24,7 @@ from hintloop.replay.ingest.ingest import find_files, read_traces
 from hintloop.replay.ingest.report import Refused, Report
 from hintloop.replay.ingest.trace import ToolCall as RecordedCall
 from hintloop.replay.ingest.trace import ToolResult, Trace
-from hintloop.rollout.pairs import canonical
+from hintloop.rollout.pairs import canonical_turn
 from hintloop.rollout.recording import SYSTEM_PROMPT, CountTokens, Recording, cut_history, turn_of
 from hintloop.rollout.replay_api import TraceState
 
@@ -76,7 +76,7 @@ class IngestionStats:
     states: int = 0
     turns_without_call: int = 0
     parallel_turns: int = 0
-    """Turns with several calls, of which the first is the state's action."""
+    """Turns with several calls: the state's action, and what is further in it."""
     histories_cut: int = 0
     histories_too_long: int = 0
     """Turns left out, as not even the end of their history fits."""
@@ -172,6 +172,7 @@ class ClaudeCodeIngester:
             messages=messages,
             tools=recording.tools,
             action=calls[0],
+            further=calls[1:],
             failed={index: gave for index, turn in before.items() if (gave := _failure(turn)) is not None},
             failure=_failure(turns[number]),
         )
@@ -210,7 +211,7 @@ def claude_states_to_trace_examples(
 
 def _example(state: TraceState, classify_error: Callable[[str], str], *, recovery: bool) -> TraceExample:
     turns = [TraceTurn(role=m["role"], content=_content(m), tool_error=None) for m in state.messages]
-    turns.append(TraceTurn(role="assistant", content=canonical(state.action), tool_error=None))
+    turns.append(TraceTurn(role="assistant", content=canonical_turn(state.calls), tool_error=None))
     failed = dict(state.failed) if isinstance(state, ClaudeState) else {}
     if isinstance(state, ClaudeState) and state.failure is not None:
         failed[len(turns) - 1] = state.failure

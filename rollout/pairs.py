@@ -1,7 +1,8 @@
 """Preference pairs: what the teachers agree on, against what the agent did at the same turn.
 
 Teachers are asked while the episode goes on; nothing waits for them but the journal entry of their group, and
-that only up to a deadline. Agreement is about the action (tool and arguments), not about the words around it.
+that only up to a deadline. Agreement is about the action (tools and arguments of a turn), not about the words around
+it.
 """
 
 from __future__ import annotations
@@ -29,9 +30,9 @@ ENVIRONMENT_GONE = "environment gone"
 
 @dataclass(frozen=True, slots=True)
 class Agreement:
-    """The action that enough teachers gave."""
+    """The action that enough teachers gave: all calls of a turn."""
 
-    call: ToolCall
+    calls: tuple[ToolCall, ...]
     teachers: tuple[str, ...]
 
 
@@ -42,23 +43,33 @@ def canonical(call: ToolCall) -> str:
     return f"{call.name} {json.dumps(call.arguments, sort_keys=True)}"
 
 
+def canonical_turn(calls: Sequence[ToolCall]) -> str:
+    """All calls of a turn as text, a line for each: their order is that in which they are made."""
+    return "\n".join(canonical(call) for call in calls)
+
+
 def agree(answers: Sequence[TeacherAnswer], threshold: int) -> Agreement | None:
-    """The action given most often, if ``threshold`` teachers gave it; on a tie, the one given first."""
-    votes: dict[str, list[tuple[str, ToolCall]]] = {}
+    """The action given most often, if ``threshold`` teachers gave it; on a tie, the one given first.
+
+    A teacher has one vote, its first answer.
+    """
+    votes: dict[str, list[TeacherAnswer]] = {}
+    voted = set[str]()
     for answer in answers:
-        if answer.call is not None:
-            votes.setdefault(canonical(answer.call), []).append((answer.teacher, answer.call))
+        if answer.calls and answer.teacher not in voted:
+            voted.add(answer.teacher)
+            votes.setdefault(canonical_turn(answer.calls), []).append(answer)
     best = max(votes.values(), key=len, default=[])
     if not best or len(best) < threshold:
         return None
-    return Agreement(best[0][1], tuple(name for name, _ in best))
+    return Agreement(best[0].calls, tuple(answer.teacher for answer in best))
 
 
 def judge(
     answers: Sequence[TeacherAnswer], own: Sequence[ToolCall], threshold: int, counts: PairCounts
 ) -> Agreement | None:
     """What the teachers agree on, if the agent's ``own`` calls were others; ``counts`` gets what became of it."""
-    counts.answers += sum(answer.call is not None for answer in answers)
+    counts.answers += sum(bool(answer.calls) for answer in answers)
     counts.cached += sum(answer.cached for answer in answers)
     counts.errors.update(answer.teacher for answer in answers if answer.error is not None)
     counts.over_budget += sum(answer.over_budget for answer in answers)
@@ -66,7 +77,7 @@ def judge(
     if agreed is None:
         counts.disagreed += 1
         return None
-    if [canonical(call) for call in own] == [canonical(agreed.call)]:
+    if canonical_turn(own) == canonical_turn(agreed.calls):
         counts.same += 1
         return None
     return agreed
@@ -76,15 +87,18 @@ def make_pair(
     event: TurnEvent, answers: Sequence[TeacherAnswer], agreed: Agreement, *, verified: bool = False
 ) -> PreferencePair:
     """The pair of an agreed action and the agent's own turn. Raises ``RenderError``."""
-    chosen_ids = event.conversation.encode_call(agreed.call)
-    if event.conversation.parse(chosen_ids) != [agreed.call]:
+    if len(agreed.calls) > 1:
+        raise RenderError("a conversation can write turns of one call only")
+    (call,) = agreed.calls
+    chosen_ids = event.conversation.encode_call(call)
+    if event.conversation.parse(chosen_ids) != [call]:
         raise RenderError("the agreed call does not survive the chat template")  # a special token within, say
     return PreferencePair(
         turn=event.episode_turn,
         prompt_end=event.conversation.prompt_end(event.turn),
         chosen_ids=chosen_ids,
         rejected_ids=event.sampled_ids,
-        chosen_text=canonical(agreed.call),
+        chosen_text=canonical_turn(agreed.calls),
         rejected_text=event.text,
         asked=len(answers),
         agreed=len(agreed.teachers),
@@ -210,7 +224,7 @@ class PairMaker:
         self, env: Environment, question: _Question, answers: Sequence[TeacherAnswer], agreed: Agreement
     ) -> None:
         assert self._rule.verify != "none"
-        problem = await objection(env, question.event, agreed.call, self._rule.verify)
+        problem = await objection(env, question.event, agreed.calls, self._rule.verify)
         if problem is None:
             self._add(question, answers, agreed, verified=True)
         else:

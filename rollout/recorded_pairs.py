@@ -24,9 +24,9 @@ from hintloop.replay.journal import Filter, Journal
 from hintloop.replay.supplement import SOURCE, is_supplement, state_keys, supplement
 from hintloop.rollout.answer_cache import AnswerCache, cache_key
 from hintloop.rollout.asking import AskRule
-from hintloop.rollout.chat_api import chat_url
+from hintloop.rollout.chat_api import chat_url, read_calls
 from hintloop.rollout.config import TeachersConfig, TeacherSpec
-from hintloop.rollout.pairs import Agreement, canonical, judge
+from hintloop.rollout.pairs import Agreement, canonical_turn, judge
 from hintloop.rollout.recording import CountTokens, Recording, State, cut_history
 from hintloop.rollout.teachers import Bill, TeacherAnswer, question, worst_case_usd
 from hintloop.rollout.teaching import Asking
@@ -152,7 +152,7 @@ async def replay(
             if pair is not None:
                 episode = one.recording.episode
                 pairs.setdefault(episode.episode_id, (episode, []))[1].append(pair)
-            elif answers and all(answer.call is not None or answer.unusable for answer in answers):
+            elif answers and all(answer.calls or answer.unusable for answer in answers):
                 without.append(one.state.key)
         if pairs:
             writer.append([supplement(episode, made) for episode, made in pairs.values()])
@@ -186,7 +186,7 @@ def estimate(
         if messages is not None:
             for spec in specs:
                 body = question(spec, messages, one.recording.tools)
-                known = cache.get(cache_key(chat_url(spec), body)) is not None
+                known = cache.get(cache_key(chat_url(spec), body), read_calls) is not None
                 counts[spec.name]["answered" if known else "questions"] += 1
                 nano[spec.name] += (
                     0 if known else round(worst_case_usd(spec, json.dumps(body).encode()) * 1e9)
@@ -258,14 +258,14 @@ def _account(one: _Question, answers: Sequence[TeacherAnswer], asking: Asking) -
 def _pair(one: _Question, answers: Sequence[TeacherAnswer], agreed: Agreement) -> PreferencePair:
     """Text only: tokens come with those of the recording, from the tokenizer of the model that learns."""
     text = one.recording.episode.turns[one.state.turn].text
-    own = [canonical(call) for call in one.recording.calls(one.state.turn)]
+    own = canonical_turn(one.recording.calls(one.state.turn))
     return PreferencePair(
         turn=one.state.turn,
         prompt_end=0,
         chosen_ids=(),
         rejected_ids=(),
-        chosen_text=canonical(agreed.call),
-        rejected_text="\n".join([text, *own] if text else own),
+        chosen_text=canonical_turn(agreed.calls),
+        rejected_text=f"{text}\n{own}" if text else own,
         asked=len(answers),
         agreed=len(agreed.teachers),
         verified=False,
@@ -275,4 +275,4 @@ def _pair(one: _Question, answers: Sequence[TeacherAnswer], agreed: Agreement) -
 
 
 def _as_recorded(recording: Recording, answer: TeacherAnswer) -> TeacherAnswer:
-    return answer if answer.call is None else replace(answer, call=recording.recorded_call(answer.call))
+    return replace(answer, calls=tuple(map(recording.recorded_call, answer.calls)))

@@ -26,7 +26,7 @@ from hintloop.replay.normalize import Pair
 from hintloop.rollout.answer_cache import AnswerCache
 from hintloop.rollout.config import TeacherSpec, check_prices
 from hintloop.rollout.ledger import Ledger
-from hintloop.rollout.pairs import agree, canonical
+from hintloop.rollout.pairs import agree, canonical_turn
 from hintloop.rollout.teachers import Bill, Teacher, TeacherAnswer
 
 __all__ = [
@@ -71,11 +71,18 @@ class TraceState:
     tools: Sequence[dict[str, Any]]
     """Plain function specs: ``{"name", "description", "parameters"}``."""
     action: ToolCall
+    further: Sequence[ToolCall] = ()
+    """What else it called in the same turn."""
+
+    @property
+    def calls(self) -> tuple[ToolCall, ...]:
+        """The whole turn."""
+        return (self.action, *self.further)
 
     @property
     def state_id(self) -> str:
         """A digest of all of it."""
-        content = [list(self.messages), list(self.tools), canonical(self.action)]
+        content = [list(self.messages), list(self.tools), canonical_turn(self.calls)]
         return sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
 
 
@@ -89,13 +96,13 @@ class TeacherCallResult:
 
 @dataclass(frozen=True, slots=True)
 class DPOPair:
-    """An action that teachers agree on, and what the agent did instead."""
+    """An action that teachers agree on, and what the agent did instead: each the calls of one turn."""
 
     state_id: str
     prompt: Sequence[dict[str, Any]]
     tools: Sequence[dict[str, Any]]
-    chosen: ToolCall
-    rejected: ToolCall
+    chosen: Sequence[ToolCall]
+    rejected: Sequence[ToolCall]
     asked: int
     agreed: int
     teachers: tuple[str, ...] = field(default=())
@@ -163,7 +170,10 @@ def replay_trace(
 def extract_dpo_pairs(
     states: Sequence[TraceState], results: Sequence[TeacherCallResult], *, agreeing: int = 2
 ) -> list[DPOPair]:
-    """A pair for each state where at least ``agreeing`` teachers gave the same action, and the agent another."""
+    """A pair for each state where at least ``agreeing`` teachers gave the same action, and the agent another.
+
+    A state that is there twice gives one pair, and a teacher that was asked twice counts once.
+    """
     answers: dict[str, list[TeacherAnswer]] = {}
     for result in results:
         answers.setdefault(result.state_id, []).append(result.answer)
@@ -171,16 +181,16 @@ def extract_dpo_pairs(
     for state_id, state in {state.state_id: state for state in states}.items():
         given = answers.get(state_id, [])
         agreed = agree(given, agreeing)
-        if agreed is None or canonical(agreed.call) == canonical(state.action):
+        if agreed is None or canonical_turn(agreed.calls) == canonical_turn(state.calls):
             continue
         pairs.append(
             DPOPair(
                 state_id=state_id,
                 prompt=state.messages,
                 tools=state.tools,
-                chosen=agreed.call,
-                rejected=state.action,
-                asked=len(given),
+                chosen=agreed.calls,
+                rejected=state.calls,
+                asked=len({answer.teacher for answer in given}),
                 agreed=len(agreed.teachers),
                 teachers=agreed.teachers,
                 cost_usd=sum(answer.cost_usd for answer in given),
@@ -205,9 +215,11 @@ def save_pairs(pairs: Sequence[Pair], path: Path) -> int:
     return len(pairs)
 
 
-def _message(call: ToolCall) -> dict[str, Any]:
-    """What the model writes to make the call; what could not be parsed as one is plain text."""
-    if call.malformed is not None:
-        return {"role": "assistant", "content": call.malformed}
-    function = {"name": call.name, "arguments": json.dumps(call.arguments)}
-    return {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": function}]}
+def _message(calls: Sequence[ToolCall]) -> dict[str, Any]:
+    """What the model writes to make the calls; what could not be parsed as one is plain text."""
+    broken = next((call.malformed for call in calls if call.malformed is not None), None)
+    if broken is not None:
+        return {"role": "assistant", "content": broken}
+    functions = [{"name": call.name, "arguments": json.dumps(call.arguments)} for call in calls]
+    made = [{"type": "function", "function": function} for function in functions]
+    return {"role": "assistant", "content": "", "tool_calls": made}

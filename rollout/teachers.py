@@ -1,7 +1,7 @@
 """Teachers: stronger models behind an OpenAI-compatible chat API, asked what they would do at one turn.
 
-A teacher may be slow, wrong, dear or gone; none of that may disturb an episode. So an answer is always data: a
-call, or what went wrong. What an attempt may cost at worst is set aside in the ledger before it is made.
+A teacher may be slow, wrong, dear or gone; none of that may disturb an episode. So an answer is always data: calls,
+or what went wrong. What an attempt may cost at worst is set aside in the ledger before it is made.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import json
 import random
 import time
 import weakref
-from collections.abc import Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -20,7 +20,16 @@ import httpx
 
 from hintloop.envs.models import ToolCall
 from hintloop.rollout.answer_cache import AnswerCache, cache_key
-from hintloop.rollout.chat_api import ChatApi, Failed, parse_call, parse_text, usage
+from hintloop.rollout.chat_api import (
+    ChatApi,
+    Failed,
+    calls_text,
+    parse_calls,
+    parse_text,
+    read_calls,
+    read_text,
+    usage,
+)
 from hintloop.rollout.config import TeacherSpec
 from hintloop.rollout.ledger import Ledger, LedgerFailed, OverBudget, Reservation
 from hintloop.rollout.pace import Pace
@@ -33,10 +42,11 @@ PROMPT_MARGIN = 1024
 
 @dataclass(frozen=True, slots=True)
 class TeacherAnswer:
-    """What one teacher said: exactly one of ``call`` and ``error`` is set."""
+    """What one teacher said: ``error`` is None exactly when there are ``calls``."""
 
     teacher: str
-    call: ToolCall | None
+    calls: tuple[ToolCall, ...]
+    """Those of one turn, in their order."""
     error: str | None
     cost_usd: float
     """What was booked for it; the worst case for each attempt whose outcome is not known."""
@@ -88,21 +98,22 @@ class Teacher:
     async def ask(
         self, messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]], bill: Bill | None = None
     ) -> TeacherAnswer:
-        """The teacher's next call for an OpenAI-style transcript; ``tools`` are plain function specs.
+        """The teacher's next turn for an OpenAI-style transcript; ``tools`` are plain function specs.
 
         ``bill`` grows by what is booked, also when this is cancelled.
         """
         body = question(self.spec, messages, tools)
         started, own = time.monotonic(), Bill(bill.episode if bill else "")
         try:
-            found, problem = await self._safely(self._call(body, own))
+            asked = self._answer(body, own, parse_calls, calls_text, read_calls)
+            found, problem = await self._safely(asked)
         finally:
             if bill is not None:
                 bill.usd += own.usd
-        call, cached = found or (None, False)
+        calls, cached = found or ((), False)
         return TeacherAnswer(
             self.spec.name,
-            call,
+            calls,
             error=None if problem is None else str(problem),
             cost_usd=own.usd,
             seconds=time.monotonic() - started,
@@ -118,11 +129,8 @@ class Teacher:
             "messages": list(messages),
             "max_tokens": self.spec.max_answer_tokens,
         }
-
-        async def written() -> str:
-            return parse_text(await self._reply(body, bill))
-
-        return (await self._safely(written()))[0]
+        found, _ = await self._safely(self._answer(body, bill, parse_text, json.dumps, read_text))
+        return None if found is None else found[0]
 
     async def _safely(self, work: Coroutine[Any, Any, T]) -> tuple[T | None, Exception | None]:
         """What comes of ``work`` in time, or what went wrong: a ``ValueError`` is an answer that cannot be used."""
@@ -134,18 +142,28 @@ class Teacher:
         except (OverBudget, Failed, ValueError, LedgerFailed) as problem:
             return None, problem
 
-    async def _call(self, body: dict[str, Any], bill: Bill) -> tuple[ToolCall, bool]:
-        """The call, and whether it comes from the cache. Who asks the same at the same time waits for the first."""
+    async def _answer(
+        self,
+        body: dict[str, Any],
+        bill: Bill,
+        parse: Callable[[dict[str, Any]], T],
+        write: Callable[[T], str],
+        read: Callable[[str], T],
+    ) -> tuple[T, bool]:
+        """What ``parse`` finds in the reply, and whether it comes from the cache, which holds what ``write`` gives.
+
+        Who asks the same at the same time waits for the first.
+        """
         if self._cache is None:
-            return parse_call(await self._reply(body, bill)), False
+            return parse(await self._reply(body, bill)), False
         key = cache_key(self._api.url, body)
         async with self._asking.setdefault(key, asyncio.Lock()):
-            found = self._cache.get(key)
+            found = await self._cache.find(key, read)
             if found is not None:
                 return found, True
-            call = parse_call(await self._reply(body, bill))
-            self._cache.put(key, call)
-            return call, False
+            answer = parse(await self._reply(body, bill))
+            await self._cache.keep(key, write(answer))
+            return answer, False
 
     async def _reply(self, body: dict[str, Any], bill: Bill) -> dict[str, Any]:
         """The reply of the first attempt that has one."""

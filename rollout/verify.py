@@ -18,15 +18,18 @@ FAILED = "trial failed"
 
 
 async def objection(
-    env: Environment, event: TurnEvent, chosen: ToolCall, demand: Literal["no_error", "better_tests"]
+    env: Environment,
+    event: TurnEvent,
+    chosen: Sequence[ToolCall],
+    demand: Literal["no_error", "better_tests"],
 ) -> str | None:
-    """Why ``chosen`` does not verify at the turn of ``event``, in a few words to count by; None when it does.
+    """Why the calls ``chosen`` do not verify at the turn of ``event``, in a few words to count by; None when they do.
 
     ``env`` must still be in the episode of the event, or just behind its end. Raises ``EnvironmentLost``.
     """
     better = demand == "better_tests"
     try:
-        tried = await _try(env, event, [chosen], tests=better)
+        tried = await _try(env, event, chosen, tests=better)
         if tried.error is not None and tried.error.cause is not Cause.USER:
             return FAILED if tried.error.cause is Cause.INFRA else tried.error.kind
         if not better:

@@ -188,7 +188,7 @@ def test_states_go_to_teachers_as_they_are(file: Path, tmp_path: Path) -> None:
             for message in server.requests[0]["messages"]
         )
     pairs = extract_dpo_pairs(states, results)
-    assert [(pair.chosen, pair.agreed) for pair in pairs] == [(good, 2), (good, 2)]
+    assert [(pair.chosen, pair.agreed) for pair in pairs] == [((good,), 2), ((good,), 2)]
 
 
 def test_the_shared_claude_code_file_gives_states(shared_data: Path) -> None:

@@ -34,9 +34,9 @@ def writes(text: Any) -> Reply:
 def play(
     make_player: Any, world: Any, tmp_path: Path
 ) -> Callable[..., tuple[Episode, dict[str, Any], list[Any]]]:
-    """Play an episode with one error, with a writer that answers ``reply``."""
+    """Play an episode with one error, or the same again, with a writer that answers ``reply``."""
 
-    def play(reply: Reply, **settings: Any) -> tuple[Episode, dict[str, Any], list[Any]]:
+    def play(reply: Reply, *, times: int = 1, **settings: Any) -> tuple[Episode, dict[str, Any], list[Any]]:
         async def run(url: str) -> tuple[Episode, dict[str, Any]]:
             spec = TeacherSpec(name="writer", base_url=url, model="m", usd_per_mtok_out=1.0)
             chosen = TeachersConfig(
@@ -51,7 +51,7 @@ def play(
                 return await watch.finish(played.episode), asking.snapshot()
 
         with teaching(lambda number, body: reply) as server:
-            episode, told = asyncio.run(run(server.url))
+            episode, told = [asyncio.run(run(server.url)) for _ in range(times)][-1]
             return episode, told, [body for body in server.requests if "tools" not in body]
 
     return play
@@ -94,6 +94,13 @@ def test_a_writer_that_never_answers_keeps_no_episode_beyond_the_deadline(play: 
     assert [site.hint for site in episode.hint_sites] == [TEMPLATE]
     assert told["hint_writer"]["late"] == 1
     assert time.monotonic() - started < 25
+
+
+def test_a_hint_that_was_written_once_is_not_asked_for_again(play: Any) -> None:
+    episode, told, asked = play(writes("look"), times=2)
+    assert len(asked) == 1
+    assert [site.hint for site in episode.hint_sites] == ["Hint: look"]
+    assert (told["hint_writer"]["written"], told["hint_writer"]["cost_usd"]) == (1, 0)
 
 
 def test_a_hint_is_short(play: Any) -> None:

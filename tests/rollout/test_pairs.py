@@ -25,15 +25,17 @@ from hintloop.rollout.expert_server import completion
 from hintloop.rollout.pairs import PairMaker, agree, canonical
 from hintloop.rollout.teachers import Teacher, TeacherAnswer
 
+from .teacher_server import says, says_all
+
 GOOD = ToolCall(name="read_file", arguments={"path": "solution.py"})
 SUBMIT = ToolCall(name="submit", arguments={})
 RULE = AskRule(agree=1, ask_probability=0.0, max_asks=3, deadline_s=30.0)
 
-Expert = Callable[[Sequence[Any]], ToolCall | None]
+Expert = Callable[[Sequence[Any]], ToolCall | Sequence[ToolCall] | None]
 
 
 def answer(name: str, call: ToolCall | None) -> TeacherAnswer:
-    return TeacherAnswer(name, call, None if call else "failed", 0.0, 0.1)
+    return TeacherAnswer(name, (call,) if call else (), None if call else "failed", 0.0, 0.1)
 
 
 def test_the_order_of_arguments_makes_no_difference() -> None:
@@ -50,7 +52,15 @@ def test_agreement_needs_enough_equal_actions(names: list[str | None], threshold
     best = max((names.count(name) for name in names if name), default=0)
     assert (agreed is not None) == (best >= threshold)
     if agreed is not None:
-        assert len(agreed.teachers) == best == names.count(agreed.call.name)
+        assert len(agreed.teachers) == best == names.count(agreed.calls[0].name)
+
+
+def test_a_teacher_has_one_vote() -> None:
+    answers = [answer("a", GOOD), answer("a", GOOD), answer("b", None), answer("b", SUBMIT)]
+    assert agree(answers, 2) is None
+    agreed = agree([*answers, answer("c", GOOD)], 2)
+    assert agreed is not None
+    assert (agreed.calls, agreed.teachers) == ((GOOD,), ("a", "c"))
 
 
 def play(
@@ -67,7 +77,9 @@ def play(
     async def run() -> tuple[Episode, tuple[PreferencePair, ...], PairCounts, float]:
         async def reply(request: httpx.Request) -> httpx.Response:
             await asyncio.sleep(hang)
-            return httpx.Response(200, json=completion([], experts[request.url.host]([])))
+            said = experts[request.url.host]([])
+            body = says_all(*said).body if isinstance(said, Sequence) else says(said).body
+            return httpx.Response(200, content=body)
 
         counts = PairCounts()
         async with httpx.AsyncClient(transport=httpx.MockTransport(reply)) as client:
@@ -125,6 +137,24 @@ def test_what_the_agent_did_itself_is_no_pair(make_player: Any, world: Any) -> N
     own = ToolCall(name="read_file", arguments={"path": "nowhere.py"})
     _, pairs, counts, _ = play(make_player(), world(), {"one": lambda messages: own})
     assert (pairs, counts.same) == ((), 1)
+
+
+@pytest.mark.parametrize(
+    ("said", "same", "pairs"),
+    [((0, 1), 1, 0), ((0,), 0, 1), ((1, 0), 0, 0), ((1,), 0, 1)],
+)
+def test_a_turn_of_several_calls_is_compared_as_a_whole(
+    make_player: Any, world: Any, said: Sequence[int], same: int, pairs: int
+) -> None:
+    own = [ToolCall(name="read_file", arguments={"path": "nowhere.py"}), GOOD]
+    made = [json.dumps({"name": call.name, "arguments": call.arguments}) for call in (*own, SUBMIT)]
+    made = [f"<tool_call>\n{text}\n</tool_call>" for text in made]
+    turns = ["\n".join(made[:2]), made[2]]
+    teacher: dict[str, Expert] = {"one": lambda messages: [own[number] for number in said]}
+    _, found, counts, _ = play(make_player(lambda session, turn: turns[turn]), world(), teacher)
+    assert (counts.same, len(found)) == (same, pairs)
+    # No conversation can write a turn of several calls yet.
+    assert counts.unrenderable == (same + pairs == 0)
 
 
 def test_a_call_that_the_chat_template_would_garble_is_no_pair(make_player: Any, world: Any) -> None:

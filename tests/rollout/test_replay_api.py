@@ -21,7 +21,7 @@ from hintloop.rollout.replay_api import (
     save_pairs,
 )
 
-from .teacher_server import Reply, TeacherServer, says, teaching
+from .teacher_server import Reply, TeacherServer, says, says_all, teaching
 
 TOOL_SPECS = list(TOOLS.values())
 GOOD = ToolCall(name="read_file", arguments={"path": "solution.py"})
@@ -60,16 +60,38 @@ def test_the_default_teachers_are_asked_by_one_key_of_the_environment(
 def test_what_two_of_three_agree_on_becomes_a_pair(tmp_path: Path) -> None:
     with teaching(by_model(m0=GOOD, m1=OTHER, m2=GOOD)) as server:
         results = replay_trace(states(), specs(server, usd=1.0), folder=tmp_path)
-    assert [(result.answer.teacher, result.answer.call) for result in results[:3]] == [
+    assert [(result.answer.teacher, *result.answer.calls) for result in results[:3]] == [
         ("t0", GOOD),
         ("t1", OTHER),
         ("t2", GOOD),
     ]
     pairs = extract_dpo_pairs(states(), results)
-    assert [(pair.chosen, pair.rejected, pair.teachers) for pair in pairs] == [(GOOD, BAD, ("t0", "t2"))] * 2
+    assert [(pair.chosen, pair.rejected, pair.teachers) for pair in pairs] == [
+        ((GOOD,), (BAD,), ("t0", "t2"))
+    ] * 2
     assert pairs[0].cost_usd == pytest.approx(0.003)
     assert extract_dpo_pairs(states(), results, agreeing=3) == []
     assert extract_dpo_pairs(states(action=GOOD), results) == []
+
+
+def test_the_same_state_or_teacher_twice_counts_once(tmp_path: Path) -> None:
+    with teaching(by_model(m0=GOOD, m1=OTHER)) as server:
+        twice = [*states(1), *states(1)]
+        one, other = specs(server, 2)
+        results = replay_trace(twice, [one, other, one], folder=tmp_path)
+    assert extract_dpo_pairs(twice, results) == []
+    (pair,) = extract_dpo_pairs(twice, results, agreeing=1)
+    assert (pair.chosen, pair.asked, pair.agreed, pair.teachers) == ((GOOD,), 2, 1, ("t0",))
+
+
+def test_a_turn_of_several_calls_is_one_action(tmp_path: Path) -> None:
+    messages = [{"role": "user", "content": "task"}]
+    same, part = (TraceState(messages, TOOL_SPECS, OTHER, further) for further in ([GOOD], []))
+    with teaching(lambda number, body: says_all(OTHER, GOOD)) as server:
+        results = replay_trace([same, part], specs(server, 2), folder=tmp_path)
+    (pair,) = extract_dpo_pairs([same, part], results)
+    assert (pair.state_id, pair.chosen, pair.rejected) == (part.state_id, (OTHER, GOOD), (OTHER,))
+    assert len(pair.row()["chosen"][0]["tool_calls"]) == 2
 
 
 def test_a_script_that_starts_again_asks_only_what_has_no_answer(tmp_path: Path) -> None:
@@ -83,7 +105,7 @@ def test_a_script_that_starts_again_asks_only_what_has_no_answer(tmp_path: Path)
         failing.clear()
         again = replay_trace(states(3), specs(server), folder=tmp_path)
         asked = [body["model"] for body in server.requests[6:]]
-    assert [result.answer.call for result in first] == [GOOD, None, GOOD] * 2
+    assert [result.answer.calls for result in first] == [(GOOD,), (), (GOOD,)] * 2
     assert sorted(asked) == ["m0", "m1", "m1", "m1", "m2"]
     assert len(extract_dpo_pairs(states(3), again, agreeing=3)) == 3
 
@@ -103,8 +125,8 @@ def test_pairs_are_written_whole_in_trls_form(tmp_path: Path) -> None:
     path = tmp_path / "made" / "pairs.jsonl"
     malformed = ToolCall(malformed="<tool_call>oops")
     pairs = [
-        DPOPair("a", states()[0].messages, TOOL_SPECS, GOOD, BAD, 3, 2),
-        DPOPair("b", states()[1].messages, TOOL_SPECS, OTHER, malformed, 3, 2),
+        DPOPair("a", states()[0].messages, TOOL_SPECS, [GOOD], [BAD], 3, 2),
+        DPOPair("b", states()[1].messages, TOOL_SPECS, [OTHER], [malformed], 3, 2),
     ]
     assert save_pairs(pairs, path) == 2
     assert [file.name for file in path.parent.iterdir()] == ["pairs.jsonl"]
@@ -121,7 +143,7 @@ def test_pairs_are_written_whole_in_trls_form(tmp_path: Path) -> None:
 def test_a_pair_that_cannot_be_written_leaves_the_old_file(tmp_path: Path) -> None:
     path = tmp_path / "pairs.jsonl"
     path.write_text("old")
-    broken = DPOPair("a", [{"role": "user", "content": object()}], [], GOOD, BAD, 1, 1)
+    broken = DPOPair("a", [{"role": "user", "content": object()}], [], [GOOD], [BAD], 1, 1)
     with pytest.raises(TypeError):
         save_pairs([broken], path)
     assert [(file.name, file.read_text()) for file in tmp_path.iterdir()] == [("pairs.jsonl", "old")]

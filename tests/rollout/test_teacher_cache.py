@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import time
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from hypothesis import strategies as st
 
 from hintloop.envs.models import ToolCall
 from hintloop.rollout.answer_cache import STALE_S, AnswerCache, cache_key
+from hintloop.rollout.chat_api import calls_text, read_calls
 from hintloop.rollout.config import TeacherSpec
 from hintloop.rollout.teachers import Teacher, TeacherAnswer
 
@@ -25,8 +27,8 @@ USAGE = {"prompt_tokens": 1000, "completion_tokens": 10}
 KEYS = [f"{number:02x}" + "0" * 62 for number in range(20)]
 
 
-def size_of(call: ToolCall) -> int:
-    return len(call.model_dump_json(include={"name", "arguments"}).encode())
+TEXT = calls_text([CALL])
+SIZE = len(TEXT.encode())
 
 
 def ask_together(teacher_url: str, folder: Path, texts: list[str], **spec: Any) -> list[TeacherAnswer]:
@@ -48,7 +50,7 @@ def test_the_same_question_is_paid_once_also_when_asked_at_the_same_time(tmp_pat
         first = ask_together(server.url, tmp_path, ["a", "a", "a", "b"])
         again = ask_together(server.url, tmp_path, ["b", "a"])
         assert len(server.requests) == 2
-    assert [answer.call for answer in first + again] == [CALL] * 6
+    assert [answer.calls for answer in first + again] == [(CALL,)] * 6
     assert sorted(answer.cost_usd for answer in first) == [0, 0, 0.001, 0.001]
     assert sum(answer.cached for answer in first) == 2
     assert [(answer.cost_usd, answer.cached) for answer in again] == [(0.0, True)] * 2
@@ -65,7 +67,7 @@ def test_what_is_no_answer_is_not_kept(tmp_path: Path) -> None:
     replies = [Reply(b"<html>"), says(None), says(CALL)]
     with teaching(lambda number, body: replies[number]) as server:
         given = [ask_together(server.url, tmp_path, ["a"])[0] for _ in range(4)]
-    assert [answer.call for answer in given] == [None, None, CALL, CALL]
+    assert [answer.calls for answer in given] == [(), (), (CALL,), (CALL,)]
 
 
 def test_the_key_is_in_no_file_of_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -83,46 +85,71 @@ def test_the_size_is_bounded_and_what_was_used_last_stays(
     tmp_path_factory: pytest.TempPathFactory, used: list[str], room: int
 ) -> None:
     folder = tmp_path_factory.mktemp("cache")
-    cache = AnswerCache(folder, max_bytes=room * size_of(CALL))
+    cache = AnswerCache(folder, max_bytes=room * SIZE)
     order: list[str] = []
     for key in used:
-        if cache.get(key) is None:
-            cache.put(key, CALL)
+        if cache.get(key, read_calls) is None:
+            cache.put(key, TEXT)
         order = [other for other in order if other != key] + [key]
     kept = {path.stem for path in folder.glob("??/*.json")}
     assert kept == set(order[len(order) - min(room, len(order)) :])
-    assert cache.snapshot()["bytes"] == len(kept) * size_of(CALL) <= room * size_of(CALL)
+    assert cache.snapshot()["bytes"] == len(kept) * SIZE <= room * SIZE
     assert cache.counts.evicted == cache.counts.misses * (room > 0) - len(kept)
 
 
 def test_the_order_of_use_survives_a_restart(tmp_path: Path) -> None:
     cache = AnswerCache(tmp_path, max_bytes=10_000)
     for age, key in enumerate(KEYS[:3]):
-        cache.put(key, CALL)
+        cache.put(key, TEXT)
         os.utime(cache._path(key), (1000 + age, 1000 + age))
-    assert cache.get(KEYS[0]) == CALL
-    small = AnswerCache(tmp_path, max_bytes=2 * size_of(CALL))
-    assert [small.get(key) for key in KEYS[:3]] == [CALL, None, CALL]
+    assert cache.get(KEYS[0], read_calls) == (CALL,)
+    small = AnswerCache(tmp_path, max_bytes=2 * SIZE)
+    assert [small.get(key, read_calls) for key in KEYS[:3]] == [(CALL,), None, (CALL,)]
     assert small.counts.evicted == 1
 
 
-@pytest.mark.parametrize("content", [b"", b"{", b"[]", b'{"name": 3}', b'{"key": 1}', b"\xff"])
+@pytest.mark.parametrize(
+    "content",
+    [b"", b"{", b"[]", b'[{"name": 3}]', b'[{"key": 1}]', b'{"name": "x", "arguments": {}}', b"\xff"],
+)
 def test_a_file_that_is_no_answer_is_a_miss_and_is_replaced(tmp_path: Path, content: bytes) -> None:
     cache = AnswerCache(tmp_path, max_bytes=10_000)
-    cache.put(KEYS[0], CALL)
+    cache.put(KEYS[0], TEXT)
     cache._path(KEYS[0]).write_bytes(content)
-    assert cache.get(KEYS[0]) is None
-    cache.put(KEYS[0], CALL)
-    assert cache.get(KEYS[0]) == CALL
-    assert cache.snapshot()["bytes"] == size_of(CALL)
+    assert cache.get(KEYS[0], read_calls) is None
+    cache.put(KEYS[0], TEXT)
+    assert cache.get(KEYS[0], read_calls) == (CALL,)
+    assert cache.snapshot()["bytes"] == SIZE
 
 
 def test_a_folder_that_cannot_be_written_costs_nothing_but_the_entry(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     cache = AnswerCache(tmp_path / "file", max_bytes=10_000)
-    cache.put(KEYS[0], CALL)
-    assert cache.get(KEYS[0]) is None
+    cache.put(KEYS[0], TEXT)
+    assert cache.get(KEYS[0], read_calls) is None
     assert cache.counts.not_written == 1
+
+
+def test_a_disk_that_hangs_costs_the_answers_that_it_keeps(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("hintloop.rollout.answer_cache.DISK_S", 0.2)
+    cache = AnswerCache(tmp_path, max_bytes=10_000)
+    cache.put(KEYS[0], TEXT)
+
+    async def run() -> None:
+        with cache._lock:  # as a read that does not come back has it
+            assert await cache.find(KEYS[0], read_calls) is None
+            started = time.monotonic()
+            for _ in range(100):
+                assert await cache.find(KEYS[0], read_calls) is None
+                await cache.keep(KEYS[1], TEXT)
+            assert time.monotonic() - started < 10
+        async with asyncio.timeout(60):
+            while await cache.find(KEYS[0], read_calls) is None:  # noqa: ASYNC110 - nothing announces it
+                await asyncio.sleep(0.01)
+
+    asyncio.run(run())
 
 
 def test_what_a_dead_process_left_half_written_goes(tmp_path: Path) -> None:

@@ -28,7 +28,7 @@ from hintloop.rollout.ledger import Ledger
 from hintloop.rollout.pace import Pace, seconds_to_wait
 from hintloop.rollout.teachers import PROMPT_MARGIN, Bill, Teacher, TeacherAnswer
 
-from .teacher_server import HANG, HANG_UP, Reply, TeacherServer, says, teaching
+from .teacher_server import HANG, HANG_UP, Reply, TeacherServer, says, says_all, teaching
 
 URL = "http://teacher.test/v1"
 CALL = ToolCall(name="read_file", arguments={"path": "solution.py"})
@@ -70,7 +70,7 @@ def test_a_tool_call_is_the_answer_and_its_cost_follows_from_the_usage(
         name="one", base_url=URL, model="m", api_key_env="TEACHER_KEY", usd_per_mtok_in=3, usd_per_mtok_out=15
     )
     answer = ask(spec)
-    assert (answer.call, answer.error) == (CALL, None)
+    assert (answer.calls, answer.error) == ((CALL,), None)
     assert answer.cost_usd == pytest.approx(0.0075)
     request = route.calls[0].request
     sent = json.loads(request.content)
@@ -96,7 +96,7 @@ def test_a_tool_call_is_the_answer_and_its_cost_follows_from_the_usage(
 def test_every_failure_is_data(response: httpx.Response, said: str) -> None:
     respx.post(f"{URL}/chat/completions").mock(return_value=response)
     answer = ask()
-    assert (answer.call is None) == bool(said)
+    assert (not answer.calls) == bool(said)
     assert said in (answer.error or "")
     assert answer.cost_usd == 0
 
@@ -106,8 +106,19 @@ def test_a_broken_argument_text_is_an_error() -> None:
     body = reply()
     body["choices"][0]["message"]["tool_calls"][0]["function"]["arguments"] = '{"path": '
     respx.post(f"{URL}/chat/completions").respond(json=body)
-    assert ask().call is None
+    assert ask().calls == ()
     assert ask().error is not None
+
+
+def test_all_calls_of_an_answer_are_one_turn_and_each_must_be_readable(parrot: Any) -> None:
+    server, holder = parrot
+    other = ToolCall(name="bash", arguments={"command": "ls"})
+    holder.append(says_all(CALL, other))
+    assert ask(priced(server)).calls == (CALL, other)
+    body = json.loads(holder[-1].body)
+    body["choices"][0]["message"]["tool_calls"][1]["function"]["arguments"] = "{"
+    holder.append(Reply(json.dumps(body).encode()))
+    assert (ask(priced(server)).calls, ask(priced(server)).unusable) == ((), True)
 
 
 @respx.mock
@@ -118,7 +129,7 @@ def test_an_overloaded_or_unreachable_teacher_is_asked_again() -> None:
         httpx.ConnectError("refused"),
         httpx.Response(200, json=reply()),
     ]
-    assert ask(attempts=3).call == CALL
+    assert ask(attempts=3).calls == (CALL,)
     assert route.call_count == 3
 
 
@@ -163,7 +174,7 @@ def test_the_expert_server_answers_the_client_that_real_teachers_get() -> None:
         seen.append(messages)
         return CALL
 
-    assert ask(client=expert_client(expert)).call == CALL
+    assert ask(client=expert_client(expert)).calls == (CALL,)
     assert seen == [MESSAGES]
     assert ask(client=expert_client(lambda messages: None)).error == "the answer holds no tool call"
 
@@ -234,7 +245,7 @@ def test_garbage_is_an_error_and_never_more(parrot: Any, garbage: Any) -> None:
     server, holder = parrot
     holder.append(Reply(json.dumps(garbage).encode()))
     answer = ask(priced(server))
-    assert (answer.call is None) != (answer.error is None)
+    assert (not answer.calls) != (answer.error is None)
     assert answer.cost_usd > 0  # it may have been paid for
 
 
@@ -253,7 +264,7 @@ def test_arguments_that_nobody_can_use_are_an_error(parrot: Any, arguments: str,
     message = {"tool_calls": [{"function": {"name": "bash", "arguments": arguments}}]}
     holder.append(Reply(json.dumps({"choices": [{"message": message}]}).encode()))
     answer = ask(priced(server))
-    assert answer.call is None
+    assert answer.calls == ()
     assert said in (answer.error or "")
 
 
@@ -314,10 +325,10 @@ def test_a_question_that_could_exceed_the_budget_is_not_asked(tmp_path: Path) ->
     ledger = Ledger(tmp_path / "ledger.jsonl", budget_usd=0.01)
     with teaching(lambda number, body: says(CALL, {"prompt_tokens": 1, "completion_tokens": 1})) as server:
         answer = ask(priced(server), ledger=ledger)
-        assert (answer.call, answer.over_budget, answer.cost_usd) == (None, True, 0.0)
+        assert (answer.calls, answer.over_budget, answer.cost_usd) == ((), True, 0.0)
         assert "more than is left of the budget" in (answer.error or "")
         assert server.requests == []
-        assert ask(TeacherSpec(name="free", base_url=server.url, model="m"), ledger=ledger).call == CALL
+        assert ask(TeacherSpec(name="free", base_url=server.url, model="m"), ledger=ledger).calls == (CALL,)
     ledger.close()
 
 
@@ -421,7 +432,7 @@ def test_retry_after_is_honoured_by_every_question(retry_after: str) -> None:
             return [await teacher.ask(MESSAGES, []), await first]
 
     with teaching(answer) as server:
-        assert all(one.call == CALL for one in asyncio.run(run(server)))
+        assert all(one.calls == (CALL,) for one in asyncio.run(run(server)))
     assert all(later - arrived[0] >= 0.99 for later in arrived[1:])
 
 
