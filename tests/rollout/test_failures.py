@@ -7,6 +7,8 @@ import errno
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -15,11 +17,12 @@ from hintloop.agent.conversation import RenderError
 from hintloop.agent.engine import EngineError
 from hintloop.agent.episode import EpisodeLost, TaskUnfit
 from hintloop.envs.client import AtCapacity, EnvironmentLost, Refused
+from hintloop.replay.weights import WeightStore
 from hintloop.rollout import offload
 from hintloop.rollout.failures import Overdue, Part, part_of, reason_of
 from hintloop.rollout.ledger import LedgerFailed
 from hintloop.rollout.offload import StorageFailed, aside, persist
-from hintloop.rollout.weights import WeightsRefused
+from hintloop.rollout.weights import WeightsRefused, next_version
 
 
 @pytest.mark.parametrize(
@@ -128,6 +131,39 @@ def test_a_storage_that_never_answers_says_so() -> None:
     for_ever = threading.Event()
     with pytest.raises(StorageFailed, match="it does not answer"):
         stored(lambda: str(for_ever.wait()), 0.1)
+    for_ever.set()
+
+
+def test_a_fetch_of_weights_that_never_ends_is_begun_anew(tmp_path: Path) -> None:
+    (tmp_path / "made").mkdir()
+    (tmp_path / "made" / "weights.txt").write_text("w")
+    store = WeightStore(tmp_path / "weights")
+    store.publish(0, tmp_path / "made", metadata={})
+    for_ever, fetches, heard = threading.Event(), list[int](), list[OSError]()
+
+    class Hanging:
+        """The first fetch never returns."""
+
+        def latest(self) -> Any:
+            return store.latest()
+
+        def fetch(self, version: int, cache: Path) -> Path:
+            fetches.append(version)
+            if len(fetches) == 1:
+                for_ever.wait()
+            return store.fetch(version, cache)
+
+    async def run() -> int:
+        async with asyncio.timeout(60):
+            cache = tmp_path / "cache"
+            following = next_version(
+                Hanging(), cache, after=-1, poll_s=0.01, fetch_s=1.0, on_failure=heard.append
+            )
+            return (await following).version
+
+    assert asyncio.run(run()) == 0
+    assert len(fetches) >= 2
+    assert {type(error) for error in heard} == {TimeoutError}
     for_ever.set()
 
 

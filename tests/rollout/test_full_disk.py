@@ -1,0 +1,143 @@
+"""A disk that is full for a while costs only the while: what is on it stays whole, and the rest is written later.
+
+No file may grow beyond a size meanwhile, which fails as a full disk does: in the middle of a write.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import resource
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hintloop.replay.weights import WeightStore
+from hintloop.rollout.evaluate import Evaluation
+from hintloop.rollout.failures import Part
+from hintloop.rollout.status import Board, StatusFile
+from hintloop.rollout.vllm_extension import Fetcher, fetch
+from hintloop.rollout.weights import next_version
+
+from .world import until
+
+ROOM, MUCH = 16 << 10, 64 << 10
+"""Bytes that fit into a file while the disk is full, and more than that."""
+DEADLINE_S = 60.0
+
+
+@contextlib.contextmanager
+def full() -> Iterator[None]:
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (ROOM, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def publish(folder: Path) -> WeightStore:
+    """A version whose file is large, and its manifest too."""
+    made = folder / "made"
+    made.mkdir()
+    (made / "weights.txt").write_text("w" * MUCH)
+    store = WeightStore(folder / "weights")
+    store.publish(0, made, metadata={"note": "n" * MUCH})
+    return store
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_weights_are_fetched_when_there_is_room_for_them(tmp_path: Path, whole: bool) -> None:
+    store, heard = publish(tmp_path), list[OSError]()
+
+    async def run() -> Path:
+        following = next_version(
+            store,
+            tmp_path / "cache",
+            after=-1,
+            poll_s=0.01,
+            fetch_s=DEADLINE_S,
+            whole=whole,
+            on_failure=heard.append,
+        )
+        async with asyncio.timeout(DEADLINE_S):
+            with full():
+                fetching = asyncio.create_task(following)
+                await until(lambda: len(heard) >= 2 or fetching.done())
+            return (await fetching).folder
+
+    folder = asyncio.run(run())
+    assert {type(error) for error in heard} == {OSError}
+    assert (folder / "manifest.json").read_bytes() == store.manifest(0).to_json()
+    assert {path.name for path in folder.iterdir()} == {"manifest.json", *(["weights.txt"] if whole else [])}
+    assert [path.name for path in folder.parent.iterdir()] == ["v000000"]
+
+
+def test_a_server_that_could_not_fetch_says_why_and_can_be_asked_again(tmp_path: Path) -> None:
+    uri = publish(tmp_path).uri
+    fetcher = Fetcher(lambda *version: fetch(*version, cache=tmp_path / "cache"))
+
+    async def ask() -> dict[str, Any]:
+        fetcher.start(uri, 0)
+        async with asyncio.timeout(DEADLINE_S):
+            await until(lambda: fetcher.status()["state"] != "fetching")
+        return fetcher.status()
+
+    with full():
+        failed = asyncio.run(ask())
+    assert failed["state"] == "failed"
+    assert "File too large" in failed["error"]
+    done = asyncio.run(ask())
+    assert done["state"] == "ready"
+    folder = Path(done["folder"])
+    assert (folder / "weights.txt").stat().st_size == MUCH
+    assert {path.name for path in folder.parent.iterdir()} == {".lock", "v000000"}
+
+
+def test_the_status_stays_as_it_was_and_is_written_again(tmp_path: Path) -> None:
+    path, board = tmp_path / "rollout.json", Board()
+    status = StatusFile(board, path)
+    board.say("playing")
+    status.write()
+    board.details["note"] = lambda: "n" * MUCH
+    with full():
+        board.say("playing on a full disk")
+        status.write()
+    assert json.loads(path.read_text())["state"] == "playing"
+    status.write()
+    assert json.loads(path.read_text())["state"] == "playing on a full disk"
+    assert [each.name for each in tmp_path.iterdir()] == ["rollout.json"]
+
+
+def test_the_row_of_an_evaluation_is_kept_until_it_can_be_written(
+    make_player: Callable[..., Any], world: Any, tmp_path: Path
+) -> None:
+    heard: list[str] = []
+    evaluation = Evaluation(
+        tmp_path,
+        {"heldfn": ["bugfix/t0"]},
+        (0.0,),
+        400,
+        4,
+        0,
+        on_lost=lambda part, reason: heard.append(f"{part}: {reason}"),
+    )
+    before = json.dumps({"label": "before", "version": 0, "split": "heldfn", "temperature": 0.0})
+    evaluation.rows_file.write_text(before.ljust(ROOM - 1) + "\n")
+
+    async def run() -> list[dict[str, Any]]:
+        async with asyncio.timeout(DEADLINE_S):
+            with full():
+                running = evaluation.run("after", 3, 1, make_player(), world().session, lambda said: None)
+                measuring = asyncio.create_task(running)
+                await until(lambda: len(heard) >= 2 or measuring.done())
+            return await measuring
+
+    (row,) = asyncio.run(run())
+    assert [each["label"] for each in evaluation.rows()] == ["before", "after"]
+    assert evaluation.rows()[-1] == row
+    assert (row["label"], row["version"], row["n"], row["lost"]) == ("after", 3, 1, 0)
+    assert all(each.startswith(Part.STORAGE) for each in heard)
