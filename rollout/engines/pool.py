@@ -100,6 +100,8 @@ class Pool:
         transport = LeanTransport(connect_s=self._patience.connect)
         self._client = httpx.AsyncClient(transport=transport, timeout=None, trust_env=False)
         self._members: dict[str, _Member] = {}
+        self._leaving: list[_Member] = []
+        """Removed, and still kept: what is done with their servers is brought to its end."""
         self._homes: OrderedDict[str, _Member] = OrderedDict()
         self._release: Release | None = None
         self._following: asyncio.Task[None] | None = None
@@ -161,13 +163,11 @@ class Pool:
         """Refuse everything from now on; the servers themselves go on."""
         self._closed = True
         self._move()
-        tasks = [member.task for member in self._members.values() if member.task]
+        tasks = [member.task for member in (*self._members.values(), *self._leaving) if member.task]
         tasks += [self._following] if self._following else []
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        for member in self._members.values():
-            member.server.standing.lose()  # lets go whoever waits for a check
         await self._client.aclose()
 
     # Who belongs to it
@@ -189,7 +189,8 @@ class Pool:
             by_name=self._way.by_name,
         )
         member = self._members[url] = _Member(server)
-        member.task = asyncio.create_task(self._keep(member))
+        before = [other.task for other in self._leaving if other.server.url == url and other.task]
+        member.task = asyncio.create_task(self._keep(member, before))
 
     def remove(self, url: str) -> None:
         """Send nothing more to a server; what it is doing is finished."""
@@ -197,6 +198,7 @@ class Pool:
         if member is not None:
             member.leaving = True
             member.wake.set()
+            self._leaving.append(member)
             self._move()
 
     def _check_open(self) -> None:
@@ -277,11 +279,19 @@ class Pool:
 
     # Keeping the servers
 
-    async def _keep(self, member: _Member) -> None:
+    async def _keep(self, member: _Member, before: Sequence[asyncio.Task[None]]) -> None:
+        """Tend a server, once the tasks ``before``, which kept it when it belonged to the pool before, have ended."""
         try:
+            if before:
+                await asyncio.wait(before)
             await self._tend(member)
         finally:
-            await self._way.leave(member.server)
+            member.server.standing.lose()  # nobody sees any more what it samples from; waits for a check end
+            try:
+                await self._way.leave(member.server)
+            finally:
+                if member in self._leaving:
+                    self._leaving.remove(member)
 
     async def _tend(self, member: _Member) -> None:
         """Look at one server again and again, for as long as it belongs to the pool."""

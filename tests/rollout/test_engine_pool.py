@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import shutil
+from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
 from pydantic import ValidationError
@@ -12,8 +14,12 @@ from structlog.testing import capture_logs
 
 from hintloop.rollout.config import RolloutConfig
 from hintloop.rollout.engines.pool import Pool
+from hintloop.rollout.engines.publish import Fetch, Way
+from hintloop.rollout.engines.publish_direct import Direct
+from hintloop.rollout.engines.sim_plan import Fault
+from hintloop.rollout.engines.vllm import VllmServer
 
-from .world import NEVER_STOPS, World, all_ready, sample, until
+from .world import NEVER_STOPS, SLOW_MS, World, all_ready, looked_at, planned, sample, until
 
 
 @pytest.fixture
@@ -86,3 +92,81 @@ def test_what_is_no_url_is_refused_where_it_is_configured(world: World, url: str
         RolloutConfig(engines=("http://127.0.0.1:8000", url))
     with pytest.raises(ValueError, match="is no URL such as"):
         Pool([url], weights_uri=world.store.uri, stop_ids=[])
+
+
+@pytest.mark.parametrize("way", [Fetch, Direct])
+def test_a_server_that_is_removed_and_added_again_while_it_changes_has_one_keeper_at_a_time(
+    tmp_path: Path, way: type[Way]
+) -> None:
+    kept, most = Counter[str](), Counter[str]()
+
+    class Watched(way):  # type: ignore[misc, valid-type]
+        async def bring_up(self, server: VllmServer, *args: Any, **options: Any) -> None:
+            kept[server.url] += 1
+            most[server.url] = max(most[server.url], kept[server.url])
+            try:
+                await super().bring_up(server, *args, **options)
+            finally:
+                kept[server.url] -= 1
+
+    async def run() -> None:
+        world = World(tmp_path, way=Watched)
+        async with world.pool(*[planned(load_ms=300)] * 2) as pool:
+            await all_ready(pool, 0)
+            url = world.urls[0]
+            world.publish(1)
+            loading = asyncio.create_task(pool.load_weights(world.fetched(1), 1))
+            await until(lambda: world.engines[0].paused)
+            for _ in range(2):
+                pool.remove(url)
+                pool.add(url)
+            await loading
+            await all_ready(pool, 1)
+            assert most[url] == 1
+            assert [engine.restarts for engine in world.engines] == [0, 0]
+            found = [await sample(pool, 20, session=str(number)) for number in range(2)]
+            assert {each.token_ids for each in found} == {world.greedy(20, version=1)}
+
+    asyncio.run(run())
+
+
+def test_a_closed_pool_has_no_task_left_not_even_of_servers_that_are_leaving(world: World) -> None:
+    async def run() -> None:
+        before = asyncio.all_tasks()
+        async with world.pool(*[planned(load_ms=1000)] * 2, load=False) as pool:
+            world.publish(0)
+            loading = asyncio.create_task(pool.load_weights(world.fetched(0), 0))
+            await until(lambda: any(engine.paused for engine in world.engines))
+            for url in world.urls:
+                pool.remove(url)
+            loading.cancel()
+            await asyncio.gather(loading, return_exceptions=True)
+            await pool.close()
+            assert asyncio.all_tasks() == before
+
+    asyncio.run(run())
+
+
+def test_tokens_of_a_server_that_left_and_came_back_with_other_weights_are_of_those_weights(
+    world: World,
+) -> None:
+    """The request began before the server left, breaks off after it is back, and was vouched for in between."""
+
+    async def run() -> None:
+        fault = Fault(kind="drop", tokens=60, skip=1)
+        async with world.pool(planned(fault, token_ms=SLOW_MS)) as pool:
+            asked = asyncio.create_task(sample(pool, 80, temperature=1.0))
+            await world.under_way(1)
+            for _ in range(2):
+                await looked_at(pool)
+            pool.remove(world.urls[0])
+            world.publish(1)
+            loading = asyncio.create_task(pool.load_weights(world.fetched(1), 1))
+            pool.add(world.urls[0])
+            await loading
+            world.hurry()
+            found = await asked
+            world.check(found)
+            assert len(found.token_ids) == 80
+
+    asyncio.run(run())
