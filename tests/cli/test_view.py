@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import http.client
 import json
+import math
 import re
 import signal
 import socket
@@ -27,6 +28,7 @@ from hintloop.cli.errors import UserError
 from hintloop.cli.main import run_command
 from hintloop.cli.report import write_report
 from hintloop.cli.runfolder import RunFolder
+from hintloop.cli.view import episodes as view_episodes
 from hintloop.cli.view.server import Pages, create_app, open_pages
 from hintloop.learner.progress import Heartbeat, append_line
 from hintloop.replay.episode import Episode, HintSite, PreferencePair, Turn
@@ -56,6 +58,12 @@ class Parsed(HTMLParser):
 
     def handle_data(self, data: str) -> None:
         self.text += data
+
+
+@pytest.fixture(autouse=True)
+def _no_listing_is_slow(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that is interrupted for a while would be used again, and a new segment not be on the page."""
+    monkeypatch.setattr(view_episodes, "SLOW_LISTING_S", math.inf)
 
 
 @pytest.fixture

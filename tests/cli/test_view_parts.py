@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -26,6 +27,12 @@ from hintloop.replay.episode import Outcome, Turn
 from hintloop.replay.journal import Journal
 
 NUMBERS = st.floats(-1e17, 1e17)
+
+
+@pytest.fixture(autouse=True)
+def _no_listing_is_slow(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that is interrupted for a while would be used again, and a new segment not be on the page."""
+    monkeypatch.setattr(view_episodes, "SLOW_LISTING_S", math.inf)
 
 
 def test_pages_of_the_list_hold_each_episode_once(run: RunFolder) -> None:
