@@ -7,7 +7,6 @@ import shutil
 import socket
 import subprocess
 import sys
-import time
 import tomllib
 from collections.abc import Callable
 from pathlib import Path
@@ -256,18 +255,16 @@ def test_every_command_has_help_with_an_example(words: list[str], capsys: pytest
     assert f"Example: hintloop {' '.join(words)}" in " ".join(capsys.readouterr().out.split())
 
 
-def test_help_is_quick() -> None:
+def test_help_imports_nothing_that_takes_long() -> None:
     code = "import sys\nfrom hintloop.cli.main import run_command\nrun_command(['--help'])\n"
     code += (
         "heavy = {'torch', 'transformers', 'openenv', 'pyarrow', 'httpx', 'matplotlib'} & set(sys.modules)\n"
     )
     code += "sys.exit(f'imported {heavy}' if heavy else 0)"
-    started = time.monotonic()
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False
     )
     assert done.returncode == 0, done.stderr
-    assert time.monotonic() - started < 5
 
 
 def test_config_is_printed_as_toml_and_as_json(capsys: pytest.CaptureFixture[str]) -> None:
