@@ -18,8 +18,11 @@ ASKED = "import sys; print(sys.argv[2])"
 SAVES = """
 import os, signal, sys, time
 signal.signal(signal.SIGTERM, lambda *_: sys.exit("saved"))
-if sys.argv[1] == "1":
-    time.sleep(1)
+if sys.argv[1] == "0":
+    open({ready!r}, "w").close()
+else:
+    while not os.path.exists({ready!r}):
+        time.sleep(0.02)
     os.kill({command}, {number})
 time.sleep(60)
 """
@@ -80,7 +83,7 @@ def test_one_that_fails_makes_the_command_fail(
 def test_a_signal_lets_each_replica_save_what_it_has(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], script: list[str], number: int
 ) -> None:
-    script[0] = SAVES.format(command=os.getpid(), number=int(number))
+    script[0] = SAVES.format(ready=str(tmp_path / "ready"), command=os.getpid(), number=int(number))
     assert learn(tmp_path, "--replicas", "2") == 130
     said = capsys.readouterr()
     assert "replica 1 | saved" in said.err
