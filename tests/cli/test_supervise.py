@@ -102,7 +102,8 @@ def test_a_server_must_not_end_even_with_success(child: Child) -> None:
 
 
 def test_waiting_for_a_file_gives_its_text_or_has_a_deadline(child: Child, tmp_path: Path) -> None:
-    write = "import pathlib, sys, time\npathlib.Path(sys.argv[1]).write_text('http://x\\n')\ntime.sleep(60)"
+    write = "import os, sys, time\nwith open(sys.argv[1] + '.part', 'w') as file: file.write('http://x\\n')\n"
+    write += "os.replace(sys.argv[1] + '.part', sys.argv[1])\ntime.sleep(60)"
     with Supervisor() as supervisor:
         supervisor.start(child("ready", write, tmp_path / "ready", server=True))
         supervisor.start(child("late", PATIENT, server=True))
