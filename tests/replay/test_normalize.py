@@ -129,8 +129,8 @@ def test_a_failure_and_a_hang_are_one_line_each_and_leave_no_process(tmp_path: P
         DJNormalizer(python=broken).normalize(PAIRS)
     pids = tmp_path / "pids"
     body = f"child = os.fork()\nopen({str(pids)!r}, 'a').write(f'{{os.getpid()}} ')\ntime.sleep(60)"
-    with pytest.raises(NormalizerFailed, match="did not end within 1 s"):
-        DJNormalizer(python=program(tmp_path, body), timeout_s=1.0).normalize(PAIRS)
+    with pytest.raises(NormalizerFailed, match="did not end within 5 s"):
+        DJNormalizer(python=program(tmp_path, body), timeout_s=5.0).normalize(PAIRS)
     deadline = time.monotonic() + 10
     while any(map(_lives, pids.read_text().split())) and time.monotonic() < deadline:
         time.sleep(0.01)
