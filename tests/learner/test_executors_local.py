@@ -204,6 +204,7 @@ def test_a_stream_of_logs_has_a_deadline(executor: LocalProcessExecutor) -> None
     silent, busy = executor.launch_replicas(
         [spec(PATIENT), spec("import os\nwhile True: os.write(1, b'x\\n' * 1000)", index=1)]
     )
+    assert first_line(executor, busy) == "x"
     assert list(executor.stream_logs(silent, timeout_s=0.3)) == []
     assert set(executor.stream_logs(busy, timeout_s=0.3)) == {"x"}
     executor.cancel([silent, busy])
