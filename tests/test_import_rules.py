@@ -39,7 +39,7 @@ def _lint(tree: Path) -> subprocess.CompletedProcess[str]:
         env=os.environ | {"PYTHONPATH": ".ns"},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=300,
         check=False,
     )
 
