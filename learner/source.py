@@ -131,9 +131,9 @@ class GroupSource:
                 groups.append(self._next())
                 deadline = time.monotonic() + self._idle_timeout_s
             elif self._follow:
+                waiting()
                 if time.monotonic() > deadline:
                     raise IdleTimeout(f"no new group in {self._journal.uri} for {self._idle_timeout_s:.0f} s")
-                waiting()
                 time.sleep(POLL_SECONDS)
             elif groups or not self._restart():
                 break
