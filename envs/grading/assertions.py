@@ -108,19 +108,21 @@ def _judge(
     caller: Caller,
     timeout: float,
 ) -> _Verdict:
-    deadline = time.monotonic() + timeout
     answers: dict[str, list[str]] = {}
+    left = timeout  # of the agent's own calls: a sandbox that starts late is not its fault
     wanted: Sequence[str] = reference.calls
     box = provider.start({_HARNESS: _harness()}, task.sandbox)
     try:
         for _ in range(MAX_ROUNDS):
-            answers |= _answers(caller, tests, wanted, max(0.01, deadline - time.monotonic()))
+            began = time.monotonic()
+            answers |= _answers(caller, tests, wanted, max(0.01, left))
+            left -= time.monotonic() - began
             arguments = [source, tests.function, _bounded(answers)]
             (result,) = box.call_function(_HARNESS, "replay", [arguments], timeout=timeout)
             if result.error is not None:
                 return _Verdict(0, reference.executed, f"check ({result.error})")
             wanted = result.value["missing"]
-            if not wanted or time.monotonic() > deadline:
+            if not wanted or left <= 0:
                 break
     finally:
         box.close()

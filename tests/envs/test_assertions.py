@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import ast
 import inspect
-from collections.abc import Iterator
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import pytest
 
@@ -12,6 +14,8 @@ from hintloop.envs.grading import assertions, harness
 from hintloop.envs.grading.assertions import grade, run_visible
 from hintloop.envs.grading.result import Grade, VisibleResult
 from hintloop.envs.sandbox import values
+from hintloop.envs.sandbox.base import USUAL, CallResult, SandboxSpec
+from hintloop.envs.sandbox.client import RunnerSandbox
 from hintloop.envs.sandbox.local import LocalProvider
 from hintloop.envs.task import AssertTests, Script, Task
 
@@ -192,12 +196,17 @@ def test_a_reference_that_is_a_script_is_refused(provider: LocalProvider) -> Non
 
 
 @pytest.mark.parametrize(
-    ("source", "told"),
+    ("source", "timeout", "told"),
     [
-        (REFERENCE, VisibleResult(True, "2/2 pass")),
-        (FILES["m.py"], VisibleResult(False, "1/2 pass, FAIL assert f(3) == (9, {3}) (f gave (3, {3}))")),
+        (REFERENCE, 5.0, VisibleResult(True, "2/2 pass")),
+        (
+            FILES["m.py"],
+            5.0,
+            VisibleResult(False, "1/2 pass, FAIL assert f(3) == (9, {3}) (f gave (3, {3}))"),
+        ),
         (
             "def f(x):\n    return x.y\n",
+            5.0,
             VisibleResult(
                 False,
                 "0/2 pass, FAIL assert f(1) == (1, {1}) "
@@ -206,14 +215,46 @@ def test_a_reference_that_is_a_script_is_refused(provider: LocalProvider) -> Non
         ),
         (
             "def f(x):\n    while True: pass\n",
+            1.0,
             VisibleResult(False, "0/2 pass, FAIL assert f(1) == (1, {1}) (f gave no value: Timeout)"),
         ),
     ],
 )
-def test_what_the_agent_reads(provider: LocalProvider, source: str, told: VisibleResult) -> None:
+def test_what_the_agent_reads(
+    provider: LocalProvider, source: str, timeout: float, told: VisibleResult
+) -> None:
     workspace = provider.start({"m.py": source})
-    assert run_visible(provider, TASK, TESTS, workspace, timeout=0.5) == told
+    assert run_visible(provider, TASK, TESTS, workspace, timeout=timeout) == told
     workspace.close()
+
+
+class SlowProvider(LocalProvider):
+    """Takes its time for every start."""
+
+    def start(self, files: dict[str, str], spec: SandboxSpec = USUAL) -> RunnerSandbox:
+        time.sleep(0.2)
+        return super().start(files, spec)
+
+
+class Watched:
+    """A sandbox, and the seconds that each request leaves for the agent's function."""
+
+    def __init__(self, sandbox: RunnerSandbox):
+        self.seconds: list[float] = []
+        self._sandbox = sandbox
+
+    def call_function(
+        self, path: str, function: str, calls: Sequence[Sequence[Any]], *, timeout: float
+    ) -> list[CallResult]:
+        self.seconds.append(timeout)
+        return self._sandbox.call_function(path, function, calls, timeout=timeout)
+
+
+def test_a_sandbox_that_starts_late_takes_nothing_of_the_time_of_the_agents_function() -> None:
+    with SlowProvider() as slow:
+        workspace = Watched(slow.start({"m.py": REFERENCE}))
+        assert run_visible(slow, TASK, TESTS, workspace, timeout=5.0).passed
+    assert workspace.seconds == [5.0]
 
 
 def test_no_visible_tests_are_none_that_fail(provider: LocalProvider) -> None:
