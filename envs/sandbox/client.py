@@ -19,8 +19,8 @@ from hintloop.envs.sandbox.base import CallResult, Changes, ExecResult, SandboxD
 
 _START = 10.0
 """Seconds for a sandbox to start."""
-_GRACE = 5.0
-"""Seconds beyond its own timeout before a runner counts as dead."""
+_GRACE = 30.0
+"""Seconds beyond its own timeout before a runner counts as dead; it may have many processes to kill."""
 _CLOSE = 2.0
 """Seconds that a runner gets to end by itself."""
 _COPY = 20.0
@@ -106,7 +106,7 @@ class RunnerSandbox:
 
     def list_files(self) -> list[str]:
         """All regular files, sorted, at most 1,000."""
-        files: list[str] = self._ask({"op": "list"})[0]["files"]
+        files: list[str] = self._ask({"op": "list"}, b"", _COPY)[0]["files"]
         return files
 
     def changes(self) -> Changes:

@@ -18,8 +18,8 @@ from hintloop.envs.sandbox import limits
 from hintloop.envs.sandbox.wire import Channel
 
 MARKER = "\n[... {} bytes left out ...]\n"
-_KILL = 5.0
-"""Seconds to try to kill all descendants; one call is enough with a pid namespace."""
+_KILL = 20.0
+"""Seconds to try to kill all descendants; one call is enough with a pid namespace, but gVisor is slow at it."""
 _DRAIN = 2.0
 """Seconds to wait for the end of a pipe whose writers have all been killed."""
 _LOOK = 0.003
