@@ -15,7 +15,7 @@ from hintloop.envs.sandbox.docker_pool import Pool
 
 
 def soon(condition: Callable[[], bool]) -> bool:
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 30
     while not condition() and time.monotonic() < deadline:
         time.sleep(0.005)
     return condition()
@@ -81,13 +81,15 @@ def test_a_failure_that_nobody_waits_for_is_logged_and_not_repeated_at_once(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     attempts = itertools.count()
+    tried = threading.Event()
 
     def make() -> int:
         next(attempts)
+        tried.set()
         raise SandboxDead("no engine")
 
     pool = Pool(make, size=2, makers=2)
-    time.sleep(0.1)
+    assert tried.wait(10)
     pool.close()
     assert next(attempts) <= 2
     assert "sandbox_not_made" in capsys.readouterr().out
@@ -105,13 +107,18 @@ def test_waiting_has_an_end() -> None:
 
 
 def test_closing_wakes_those_who_wait_and_gives_back_what_is_made_meanwhile() -> None:
-    release = threading.Event()
-    pool = Pool(lambda: release.wait(5), size=1, makers=1)
+    began, release = threading.Event(), threading.Event()
+
+    def make() -> bool:
+        began.set()
+        return release.wait(60)
+
+    pool = Pool(make, size=0, makers=1)  # so that one is made only when somebody waits
     with ThreadPoolExecutor(1) as takers:
-        waiting = takers.submit(pool.take, 5)
-        time.sleep(0.05)
-        threading.Timer(0.1, release.set).start()
+        waiting = takers.submit(pool.take, 30)
+        waiting.add_done_callback(lambda _: release.set())
+        assert began.wait(10)
         left = pool.close()
-        with pytest.raises(SandboxDead):
-            waiting.result(5)
+        with pytest.raises(SandboxDead, match="closed"):
+            waiting.result(30)
     assert left == [True]
