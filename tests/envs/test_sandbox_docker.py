@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -41,11 +41,23 @@ def containers(label: str) -> list[str]:
     return docker("ps", "--all", "--quiet", "--no-trunc", "--filter", f"label={label}").split()
 
 
-def soon_ready(provider: DockerProvider, count: int) -> bool:
-    deadline = time.monotonic() + 30
-    while provider.num_ready() < count and time.monotonic() < deadline:
+def soon(condition: Callable[[], bool]) -> bool:
+    deadline = time.monotonic() + 60
+    while not condition() and time.monotonic() < deadline:
         time.sleep(0.05)
-    return provider.num_ready() == count
+    return condition()
+
+
+def soon_ready(provider: DockerProvider, count: int) -> bool:
+    return soon(lambda: provider.num_ready() == count)
+
+
+def stock(provider: DockerProvider) -> str:
+    """The one container of its pool; those of closed sandboxes take a while to go."""
+    own = f"hintloop.sandbox.run={provider.run_id}"
+    assert soon_ready(provider, 1)
+    assert soon(lambda: len(containers(own)) == 1)
+    return containers(own)[0]
 
 
 def test_a_task_that_asks_for_more_processors_than_there_are_gets_these(provider: DockerProvider) -> None:
@@ -55,11 +67,7 @@ def test_a_task_that_asks_for_more_processors_than_there_are_gets_these(provider
 
 
 def test_the_engine_enforces_every_limit(provider: DockerProvider) -> None:
-    sandbox = provider.start({})
-    told: dict[str, Any] = json.loads(
-        docker("inspect", containers(f"hintloop.sandbox.run={provider.run_id}")[0])
-    )[0]
-    sandbox.close()
+    told: dict[str, Any] = json.loads(docker("inspect", stock(provider)))[0]
     host, config = told["HostConfig"], told["Config"]
     assert host["NetworkMode"] == "none"
     assert host["ReadonlyRootfs"] is True
@@ -80,13 +88,12 @@ def test_the_engine_enforces_every_limit(provider: DockerProvider) -> None:
     assert not any("KEY" in line or "TOKEN" in line for line in config["Env"])
 
 
-def test_a_start_from_the_pool_is_quick_and_the_pool_fills_again(provider: DockerProvider) -> None:
-    assert soon_ready(provider, 1)
-    start = time.monotonic()
+def test_a_start_takes_from_the_pool_and_the_pool_fills_again(provider: DockerProvider) -> None:
+    ready = stock(provider)
     sandbox = provider.start({"a": "b"})
-    assert time.monotonic() - start < 0.25
     assert soon_ready(provider, 1)
     sandbox.close()
+    assert stock(provider) != ready, "another one was used"
 
 
 def test_a_sandbox_that_died_in_the_pool_is_not_given_out(provider: DockerProvider) -> None:
@@ -120,10 +127,7 @@ def test_closing_a_sandbox_removes_its_container(provider: DockerProvider) -> No
         sandbox = fresh.start({})
         assert len(containers(f"hintloop.sandbox.run={fresh.run_id}")) == 1
         sandbox.close()
-        deadline = time.monotonic() + 20
-        while containers(f"hintloop.sandbox.run={fresh.run_id}") and time.monotonic() < deadline:
-            time.sleep(0.1)
-        assert containers(f"hintloop.sandbox.run={fresh.run_id}") == []
+        assert soon(lambda: containers(f"hintloop.sandbox.run={fresh.run_id}") == [])
 
 
 def test_what_the_engine_lacks_is_told() -> None:
