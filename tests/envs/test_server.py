@@ -23,6 +23,7 @@ from typing import Any
 import pytest
 import websockets
 
+from hintloop.envs import tools
 from hintloop.envs.client import AtCapacity, CodingEnvClient, EnvironmentLost, Refused, open_session
 from hintloop.envs.errors import Cause
 from hintloop.envs.models import ToolCall, ToolResult
@@ -84,7 +85,7 @@ def running_server(folder: Path, *, max_sessions: int = 32, port: int = 0) -> It
         text=True,
     )
     try:
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 180
         while not ready.exists():
             assert process.poll() is None, process.communicate()[0]
             assert time.monotonic() < deadline, "the server does not start"
@@ -111,7 +112,7 @@ def small_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 def run(coroutine: Coroutine[Any, Any, Any]) -> Any:
     async def bounded() -> Any:
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(180):
             return await coroutine
 
     return asyncio.run(bounded())
@@ -305,22 +306,37 @@ def test_a_killed_sandbox_is_an_infrastructure_failure_and_the_session_stays_goo
     assert again[-1].reward == 1.0
 
 
+def sleeping(server: Server) -> set[int]:
+    """The processes beneath a server that only wait for a time to come."""
+    found = set()
+    for pid in descendants(server.process.pid):
+        with contextlib.suppress(OSError):
+            if Path(f"/proc/{pid}/comm").read_text() == "sleep\n":
+                found.add(pid)
+    return found
+
+
 def test_eight_sessions_run_at_once(server: Server) -> None:
-    async def all_at_once() -> tuple[list[list[ToolResult]], float]:
+    before = sleeping(server)
+
+    async def all_at_once() -> list[list[ToolResult]]:
         pool = EnvPool(server.url, size=8)
 
         async def episode() -> list[ToolResult]:
             async with pool.session() as client:
-                return await play(client, bash("sleep 1"), MEND, SUBMIT)
+                return await play(client, bash("sleep 200"), MEND, SUBMIT)
 
-        start = time.monotonic()
-        results = await asyncio.gather(*(episode() for _ in range(8)))
+        playing = asyncio.gather(*(episode() for _ in range(8)))
+        while len(sleeping(server) - before) < 8:
+            assert not playing.done()
+            await asyncio.sleep(0.02)
+        for pid in sleeping(server) - before:
+            os.kill(pid, signal.SIGKILL)
+        results: list[list[ToolResult]] = await playing
         await pool.close()
-        return results, time.monotonic() - start
+        return results
 
-    results, seconds = run(all_at_once())
-    assert [episode[-1].reward for episode in results] == [1.0] * 8
-    assert seconds < 8, "one after the other"
+    assert [episode[-1].reward for episode in run(all_at_once())] == [1.0] * 8
 
 
 @pytest.mark.parametrize(("kind", "size", "most"), [("server", 2, 2), ("small_server", 8, 2)])
@@ -364,8 +380,8 @@ def test_a_full_server_refuses_at_once_without_a_pool_and_by_a_deadline_with_one
         held = [await open_when_possible(url) for _ in range(2)]
         with pytest.raises(AtCapacity):
             await open_session(url)
-        with pytest.raises(EnvironmentLost, match=r"no session within \d\.\d s.*capacity"):
-            async with EnvPool(url, size=1, wait_s=0.1, full_s=0.3).session():
+        with pytest.raises(EnvironmentLost, match=r"no session within [\d.]+ s.*capacity"):
+            async with EnvPool(url, size=1, wait_s=10.0, full_s=2.0).session():
                 pass
         patient = asyncio.create_task(episode_when_there_is_room())
         await asyncio.sleep(0.1)
@@ -424,10 +440,11 @@ def test_a_killed_server_is_an_environment_lost_at_every_further_use(tmp_path: P
 
 def test_a_timeout_loses_the_session_instead_of_pairing_late_answers(server: Server) -> None:
     async def attempt() -> None:
-        client = CodingEnvClient(server.url, message_timeout_s=0.3)
+        client = CodingEnvClient(server.url)
         await play(client)
+        client._answer_s = 0.3
         with pytest.raises(EnvironmentLost, match="in time"):
-            await client.step(bash("sleep 1"))
+            await client.step(bash("sleep 20"))
         with pytest.raises(EnvironmentLost):
             await client.step(READ)
 
@@ -439,7 +456,7 @@ def test_a_cancelled_call_loses_the_session(server: Server) -> None:
         client = await open_session(server.url)
         await play(client)
         with pytest.raises(TimeoutError):
-            await asyncio.wait_for(client.step(bash("sleep 1")), 0.2)
+            await asyncio.wait_for(client.step(bash("sleep 20")), 0.2)
         with pytest.raises(EnvironmentLost):
             await client.step(READ)
 
@@ -450,8 +467,9 @@ def test_two_calls_at_once_are_refused(server: Server) -> None:
     async def attempt() -> ToolResult:
         client = await open_session(server.url)
         await play(client)
-        first = asyncio.create_task(client.step(bash("sleep 0.3; echo one")))
-        await asyncio.sleep(0.05)
+        first = asyncio.create_task(client.step(bash("sleep 2; echo one")))
+        while not client._busy:  # noqa: ASYNC110 - nothing announces it
+            await asyncio.sleep(0.01)
         with pytest.raises(RuntimeError, match="one call at a time"):
             await client.step(bash("echo two"))
         result: ToolResult = (await first).observation
@@ -475,7 +493,7 @@ def test_a_session_that_goes_away_takes_its_sandbox_with_it(server: Server) -> N
     assert eventually(lambda: descendants(server.process.pid) <= before)
 
 
-def eventually(holds: Callable[[], bool], seconds: float = 10.0) -> bool:
+def eventually(holds: Callable[[], bool], seconds: float = 60.0) -> bool:
     deadline = time.monotonic() + seconds
     while not holds():
         if time.monotonic() > deadline:
@@ -491,20 +509,19 @@ def test_sigterm_closes_all_sandboxes_and_returns(tmp_path: Path) -> None:
         async def attempt() -> None:
             client = await open_session(server.url)
             await play(client)
-            step = asyncio.create_task(client.step(bash("sleep 20")))
-            await asyncio.sleep(0.2)
+            step = asyncio.create_task(client.step(bash("sleep 200")))
+            while not sleeping(server):  # noqa: ASYNC110 - nothing announces it
+                await asyncio.sleep(0.02)
             left.update(descendants(server.process.pid))
             server.process.terminate()
             with contextlib.suppress(EnvironmentLost):
                 assert is_infra((await step).observation)
             client.abandon()
 
-        start = time.monotonic()
         run(attempt())
-        output = server.process.communicate(timeout=10)[0]
+        output = server.process.communicate(timeout=100)[0]
         assert server.process.returncode == 0
         assert "Traceback" not in output
-        assert time.monotonic() - start < 10
         assert left
         assert eventually(lambda: not any(Path(f"/proc/{pid}").exists() for pid in left))
         assert not (tmp_path / "ready").exists()
@@ -552,6 +569,7 @@ def test_the_server_speaks_openenv(server: Server) -> None:
 
 def main() -> None:
     ready, port, max_sessions = sys.argv[1:]
+    tools.MAX_BASH_SECONDS = 300.0  # longer than any test: only what it asks about ends a command
     serve(LocalProvider(), port=int(port), max_sessions=int(max_sessions), ready_file=Path(ready))
 
 
