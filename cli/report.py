@@ -17,8 +17,10 @@ from hintloop.cli.display import CHANNELS, duration, percent, sampling_name
 from hintloop.cli.examples import changed_examples, describe
 from hintloop.cli.runfolder import RunFolder, read_lines, write_text
 from hintloop.cli.tally import Tally, tally
+from hintloop.cli.view.text import dollars
 from hintloop.replay.episode import Episode
 from hintloop.replay.journal import Journal
+from hintloop.rollout.asking import per_usd
 
 Z95 = 1.959964
 _INPUTS = {"grpo": "tokens", "sdpo": "sites", "dpo": "pairs"}
@@ -84,6 +86,7 @@ def summarise(
         "hint_sites": dict(counted.hint_sites.most_common()),
         "pairs": counted.pairs,
         "pairs_verified": counted.verified_pairs,
+        "teachers": spending(rollout.get("teachers", {}), counted.pairs),
         "channels": {name: channel(name, steps) for name in CHANNELS},
         "weights": {"steps": len(steps), "versions": 1 + max((row["version"] for row in steps), default=0)},
         "staleness": {
@@ -92,6 +95,18 @@ def summarise(
         },
         "seconds": _seconds(plays, evaluations, steps, counted),
     }
+
+
+def spending(teachers: Mapping[str, Any], pairs: int) -> dict[str, Any]:
+    """What the teachers cost and what came of a dollar; without a ledger, in the last rollout process alone."""
+    ledger = teachers.get("ledger")
+    if ledger is None:
+        return {
+            "spent_usd": teachers.get("cost_usd"),
+            "pairs_per_usd": teachers.get("pairs_per_usd"),
+        }
+    spent = ledger["spent_usd"]
+    return {"spent_usd": spent, "pairs_per_usd": per_usd(pairs, spent)}
 
 
 def held_out(evaluations: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -157,6 +172,7 @@ def render(summary: Mapping[str, Any], examples: Sequence[tuple[str, str]]) -> s
                 {"what": "tool errors", "count": _counts(summary["tool_errors"])},
                 {"what": "hint sites", "count": _counts(summary["hint_sites"])},
                 {"what": "preference pairs", "count": str(summary["pairs"])},
+                {"what": "spent on teachers", "count": _spent(summary["teachers"])},
                 {"what": "weight versions", "count": str(summary["weights"]["versions"])},
                 {"what": "staleness, versions", "count": _staleness(summary["staleness"])},
                 {"what": "time", "count": ", ".join(f"{k} {duration(v)}" for k, v in seconds.items() if v)},
@@ -241,6 +257,13 @@ def _channel_row(name: str, row: Mapping[str, Any]) -> dict[str, str]:
 
 def _staleness(row: Mapping[str, Any]) -> str:
     return f"mean {_number(row['mean'])}, at most {_number(row['max'])}"
+
+
+def _spent(row: Mapping[str, Any]) -> str:
+    if row["spent_usd"] is None:
+        return "nobody was asked"
+    brought = "" if row["pairs_per_usd"] is None else f"; {row['pairs_per_usd']:.3g} pairs per dollar"
+    return f"{dollars(row['spent_usd'])}{brought}"
 
 
 def _number(value: float | None) -> str:

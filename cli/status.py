@@ -26,8 +26,26 @@ _COUNTS = {
     "groups_equal": "groups with equal rewards",
     "groups_resampled": "groups played anew for that",
     "waited_s": "seconds waited for the learner",
+    "hint_sites": "hint sites",
+    "render_failures": "episodes cut short by the chat template",
+    "pairs": "preference pairs",
 }
-_BY_NAME = {"lost": "episodes lost", "failures": "failures by part"}
+_BY_NAME = {
+    "lost": "episodes lost",
+    "failures": "failures by part",
+    "tool_errors": "tool errors",
+    "dropped_sites": "hint sites dropped",
+}
+_TEACHERS = {
+    "asked_turns": "turns that teachers were asked about",
+    "cost_usd": "US dollars for pairs",
+    "pairs_per_usd": "pairs per US dollar",
+}
+_LEDGER = {
+    "spent_usd": "US dollars spent in the whole run",
+    "reserved_usd": "US dollars held for questions under way",
+    "left_usd": "US dollars left of the budget",
+}
 _SERVERS = {"servers": "engine", "env_servers": "environment"}
 
 
@@ -122,6 +140,9 @@ def _counts(said: Mapping[str, Any], learner: Mapping[str, Any]) -> list[dict[st
     found: list[tuple[str, Any]] = [(words, said[name]) for name, words in _COUNTS.items() if name in said]
     for name, words in _BY_NAME.items():
         found += [(f"{words}: {why}", count) for why, count in said.get(name, {}).items()]
+    teachers = said.get("teachers", {})
+    for names, account in ((_TEACHERS, teachers), (_LEDGER, teachers.get("ledger", {}))):
+        found += [(words, account[name]) for name, words in names.items() if account.get(name) is not None]
     played, published = said.get("version"), learner.get("version")
     if played is not None and published is not None:
         found.append(("versions behind the learner", max(published - played, 0)))

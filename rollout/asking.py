@@ -102,8 +102,13 @@ class Value:
         return {
             **asdict(self),
             "pairs_per_question": round(self.pairs / self.questions, 4) if self.questions else None,
-            "pairs_per_usd": round(self.pairs / self.cost_usd, 4) if self.cost_usd else None,
+            "pairs_per_usd": per_usd(self.pairs, self.cost_usd),
         }
+
+
+def per_usd(pairs: int, usd: float | None) -> float | None:
+    """Pairs per dollar; None where nothing was spent."""
+    return round(pairs / usd, 4) if usd else None
 
 
 @dataclass(slots=True)
@@ -138,6 +143,7 @@ class PairCounts:
         """Everything as JSON data."""
         return {
             **asdict(self),
+            "pairs_per_usd": per_usd(self.pairs, self.cost_usd),
             "errors": dict(self.errors),  # asdict does not know how to copy a Counter
             "unverified": dict(self.unverified),
             "by_reason": {reason.value: value.snapshot() for reason, value in self.by_reason.items()},

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from hintloop.cli.plot import smoothed
 from hintloop.cli.report import channel, held_out, write_report
 from hintloop.cli.runfolder import RunFolder
+from hintloop.rollout.status import write_json
 
 
 def test_summary_counts_what_the_files_hold(run: RunFolder) -> None:
@@ -35,6 +36,22 @@ def test_summary_counts_what_the_files_hold(run: RunFolder) -> None:
         "publishing": 1.0,
         "evaluation": 40.0,
     }
+
+
+def test_what_teachers_cost_is_told_beside_what_it_brought(run: RunFolder) -> None:
+    assert "| spent on teachers " in write_report(run)[1]
+    assert write_report(run)[0]["teachers"] == {"spent_usd": None, "pairs_per_usd": None}
+    said = {"cost_usd": 0.5, "pairs_per_usd": 4.0}
+    for ledger, spent, brought in (
+        (None, 0.5, 4.0),
+        ({"spent_usd": 1.5}, 1.5, 2.0),
+        ({"spent_usd": 0}, 0, None),
+    ):
+        teachers = {**said, **({} if ledger is None else {"ledger": ledger})}
+        write_json(run.path / "status" / "rollout.json", {"state": "finished", "teachers": teachers})
+        summary, text = write_report(run)
+        assert summary["teachers"] == {"spent_usd": spent, "pairs_per_usd": brought}
+    assert "$0.00 " in text
 
 
 def test_report_of_another_journal_that_is_not_kept(run: RunFolder, tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ import pytest
 from hintloop.cli.main import run_command
 from hintloop.cli.runfolder import RunFolder
 from hintloop.cli.status import SILENT_S, look
+from hintloop.rollout.asking import PairCounts
 from hintloop.rollout.failures import Part
 from hintloop.rollout.status import Board, write_json
 from hintloop.rollout.watchdog import NOTICE_S, Watchdog
@@ -69,6 +70,26 @@ def test_counts_tell_failures_by_part_versions_lag_and_lateness(run: RunFolder) 
     assert counts["event loop lag_p99_ms"] == 2.0
     servers = [(row["kind"], row["url"], row["state"], row["in_use"]) for row in look(run)["servers"]]
     assert servers == [("engine", "http://two", "ready", 5), ("environment", "ws://one", "down", 4)]
+
+
+def test_counts_tell_what_the_agent_did_wrong_and_what_came_of_it(run: RunFolder) -> None:
+    counts = PairCounts(asked_turns=4, pairs=3, cost_usd=0.5)
+    ledger = {"spent_usd": 0.75, "reserved_usd": 0.0, "left_usd": None}
+    write(
+        run,
+        hint_sites=7,
+        pairs=3,
+        tool_errors={"file_not_found": 8},
+        dropped_sites={"no call": 1},
+        teachers={**counts.snapshot(), "ledger": ledger},
+    )
+    shown = {row["what"]: row["count"] for row in look(run)["counts"]}
+    assert (shown["hint sites"], shown["preference pairs"]) == (7, 3)
+    assert shown["tool errors: file_not_found"] == 8
+    assert shown["hint sites dropped: no call"] == 1
+    assert (shown["turns that teachers were asked about"], shown["pairs per US dollar"]) == (4, 6.0)
+    assert shown["US dollars spent in the whole run"] == 0.75
+    assert "US dollars left of the budget" not in shown
 
 
 def test_a_blocked_event_loop_is_named_with_its_place(run: RunFolder) -> None:
