@@ -148,6 +148,8 @@ class TeacherSpec(_Settings):
     """Tokens of one answer at most, its reasoning included; the worst case of a question is priced with it."""
     requests_per_minute: float | None = Field(default=None, gt=0)
     """Requests that the teacher takes per minute, retries included; None: no limit."""
+    in_flight: int | None = Field(default=None, ge=1)
+    """Requests to the teacher at the same time at most; None: as many as ``teachers.in_flight`` says."""
 
     @model_validator(mode="before")
     @classmethod
@@ -204,7 +206,7 @@ class TeachersConfig(_Settings):
     attempts: int = Field(default=3, ge=1)
     """Tries per question."""
     in_flight: int = Field(default=16, ge=1)
-    """Questions to one teacher at the same time at most."""
+    """Requests to one teacher at the same time at most, where it has no limit of its own."""
     deadline_s: float = Field(default=5.0, ge=0)
     """How long the answers may keep a finished episode from the journal."""
     budget_usd: float | None = Field(default=None, ge=0)

@@ -46,8 +46,11 @@ class History:
 
 def room_for(settings: TeachersConfig) -> int:
     """Questions to have under way: so few that none runs out of time while it waits for its teachers' limits."""
+    own = [spec.in_flight for spec in settings.teachers if spec.in_flight is not None]
     limits = [spec.requests_per_minute for spec in settings.teachers if spec.requests_per_minute is not None]
-    return max(1, min([settings.in_flight, *(int(limit * settings.timeout_s / 120) for limit in limits)]))
+    return max(
+        1, min([settings.in_flight, *own, *(int(limit * settings.timeout_s / 120) for limit in limits)])
+    )
 
 
 @dataclass(slots=True)

@@ -81,14 +81,15 @@ class Teacher:
         ledger: Ledger | None = None,
         cache: AnswerCache | None = None,
     ) -> None:
-        """``timeout_s`` is for a question with all its ``attempts``; ``in_flight`` is how many run at once.
+        """``timeout_s`` is for a question with all its ``attempts``; ``in_flight`` is how many requests run
+        at once, unless the teacher has a limit of its own.
 
         ``ValueError`` when the environment variable of the key is not set, or cannot be one.
         """
         self.spec = spec
         self._timeout_s = timeout_s
         self._attempts = attempts
-        self._slots = asyncio.Semaphore(in_flight)
+        self._slots = asyncio.Semaphore(spec.in_flight or in_flight)
         self._pace = Pace(spec.requests_per_minute)
         self._ledger = ledger
         self._cache = cache

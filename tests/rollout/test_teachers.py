@@ -404,6 +404,36 @@ def test_a_cancelled_question_is_billed_and_leaves_nothing_open(tmp_path: Path) 
     ledger.close()
 
 
+@pytest.mark.parametrize(("own", "most"), [(None, 3), (2, 2)])
+def test_each_teacher_has_its_own_limit_of_requests_at_the_same_time(own: int | None, most: int) -> None:
+    running, peaks = {"one": 0, "two": 0}, {"one": 0, "two": 0}
+
+    async def reply(request: httpx.Request) -> httpx.Response:
+        host = request.url.host
+        running[host] += 1
+        peaks[host] = max(peaks[host], running[host])
+        await asyncio.sleep(0.005)
+        running[host] -= 1
+        return httpx.Response(200, content=says(CALL).body)
+
+    async def run() -> list[TeacherAnswer]:
+        async with httpx.AsyncClient(transport=httpx.MockTransport(reply)) as client:
+            teachers = [
+                Teacher(
+                    TeacherSpec(name=name, base_url=f"http://{name}/v1", model="m", in_flight=limit),
+                    client,
+                    timeout_s=60,
+                    attempts=1,
+                    in_flight=3,
+                )
+                for name, limit in (("one", own), ("two", None))
+            ]
+            return await asyncio.gather(*(each.ask(MESSAGES, []) for _ in range(9) for each in teachers))
+
+    assert all(answer.calls for answer in asyncio.run(run()))
+    assert peaks == {"one": most, "two": 3}
+
+
 def test_a_teacher_that_is_overloaded_for_ever_is_given_up() -> None:
     with teaching(lambda number, body: Reply(b"slow down", 429)) as server:
         answer = ask(priced(server), attempts=3)
