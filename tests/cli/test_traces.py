@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from hintloop.cli.main import run_command
+from hintloop.cli.runfolder import RunFolder
 from hintloop.replay.journal import Journal
 
 Says = Callable[..., str]
@@ -62,6 +63,13 @@ def test_show_prints_a_file_or_an_episode(says: Says, recording: Path, journal: 
     assert "characters more]" not in says("show", episode_id, "--journal", journal, "--full")
     (plain,) = json.loads(says("show", episode_id, "--journal", journal, "--json"))
     assert plain["episode_id"] == episode_id
+
+
+def test_show_prints_the_hints_and_pairs_of_a_run(says: Says, run: RunFolder) -> None:
+    shown = says("show", "g0-0", "--journal", run.journal)
+    assert "1 hint sites, 1 pairs" in shown
+    assert "!! model/file_not_found; hint site: files are solution.py" in shown
+    assert ">> expert would rather: read_file {}" in shown
 
 
 @pytest.mark.parametrize("words", [["show", "nobody"], ["show", "nobody", "--journal", "J"]])
