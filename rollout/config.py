@@ -212,7 +212,7 @@ class TeachersConfig(_Settings):
     budget_usd: float | None = Field(default=None, ge=0)
     """What the teachers may cost in the whole run, US dollars, restarts included; None: no cap."""
     episode_budget_usd: float | None = Field(default=None, ge=0)
-    """What they may cost in one episode, US dollars; None: no cap."""
+    """What they may cost in one episode, US dollars, with the tries of it that were lost; None: no cap."""
     cache_mb: float = Field(default=64.0, ge=0)
     """Answers kept on disk in the run's folder, megabytes; 0: every question is asked."""
 

@@ -44,11 +44,14 @@ class WriterCounts:
 
 
 class HintWriter:
-    """Asks for the hints of one episode; ``on_turn`` watches it being played."""
+    """Asks for the hints of one episode; ``on_turn`` watches it being played.
+
+    ``paid_by`` names what they are booked on in the ledger.
+    """
 
     def __init__(
         self,
-        episode_id: str,
+        paid_by: str,
         teacher: Teacher,
         counts: WriterCounts,
         *,
@@ -61,7 +64,7 @@ class HintWriter:
         self._role = role
         self._max_asks = max_asks
         self._deadline_s = deadline_s
-        self._bill = Bill(episode_id)
+        self._bill = Bill(paid_by)
         self._asked: dict[int, tuple[TurnEvent, asyncio.Task[str | None]]] = {}
 
     def on_turn(self, event: TurnEvent) -> None:

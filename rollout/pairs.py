@@ -132,8 +132,12 @@ class PairMaker:
         rule: AskRule,
         counts: PairCounts,
         uncertainty: Uncertainty | None = None,
+        *,
+        paid_by: str | None = None,
     ) -> None:
+        """``paid_by`` names what the answers are booked on in the ledger; None: the episode."""
         self._episode_id = episode_id
+        self._paid_by = paid_by or episode_id
         self._teachers = teachers
         self._rule = rule
         self._counts = counts
@@ -160,7 +164,7 @@ class PairMaker:
         self._num_asked += 1
         self._counts.asked_turns += 1
         self._counts.value(reason).questions += 1
-        question = _Question(event, reason, Bill(self._episode_id))
+        question = _Question(event, reason, Bill(self._paid_by))
         self._asked[asyncio.create_task(self._ask_all(event, question.bill))] = question
 
     async def verify_in(self, env: Environment) -> None:

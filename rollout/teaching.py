@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from dataclasses import asdict, dataclass, field, replace
@@ -27,6 +28,7 @@ from hintloop.rollout.teachers import Teacher
 
 OPEN_S = 60.0
 """What opening the ledger may take."""
+_TRY = re.compile(r"\.\d+$")
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,11 +82,12 @@ class Asking:
 
     def watch(self, episode_id: str, hint_role: str) -> Watch:
         """Who asks about the turns of one episode."""
-        pairs = PairMaker(episode_id, self.teachers, self.rule, self.counts, self.uncertainty)
+        place = place_of(episode_id)
+        pairs = PairMaker(episode_id, self.teachers, self.rule, self.counts, self.uncertainty, paid_by=place)
         if self.writer is None:
             return Watch(pairs)
         writer = HintWriter(
-            episode_id,
+            place,
             self.writer,
             self.written,
             role=hint_role,
@@ -161,6 +164,12 @@ async def _open_ledger(run_dir: Path, settings: TeachersConfig) -> Ledger:
         raise LedgerFailed(
             f"cannot open the ledger {path}: no answer from the disk for {OPEN_S:g} s"
         ) from None
+
+
+def place_of(episode_id: str) -> str:
+    """What pays for an episode: its place in the group. A lost try, whose successors end in ``.1`` and so on, has spent
+    of the same cap."""
+    return _TRY.sub("", episode_id)
 
 
 def answers_folder(run_dir: Path) -> Path:

@@ -36,16 +36,20 @@ def play(
 ) -> Callable[..., tuple[Episode, dict[str, Any], list[Any]]]:
     """Play an episode with one error, or the same again, with a writer that answers ``reply``."""
 
-    def play(reply: Reply, *, times: int = 1, **settings: Any) -> tuple[Episode, dict[str, Any], list[Any]]:
+    def play(
+        reply: Reply, *, times: int = 1, episode_id: str = "e0", **settings: Any
+    ) -> tuple[Episode, dict[str, Any], list[Any]]:
         async def run(url: str) -> tuple[Episode, dict[str, Any]]:
-            spec = TeacherSpec(name="writer", base_url=url, model="m", usd_per_mtok_out=1.0)
+            spec = TeacherSpec(
+                name="writer", base_url=url, model="m", usd_per_mtok_in=0, usd_per_mtok_out=1.0
+            )
             chosen = TeachersConfig(
                 teachers=(spec,), ask_probability=0.0, attempts=1, **({"deadline_s": 30.0} | settings)
             )
             async with AsyncExitStack() as stack:
                 asking = await open_asking(chosen, "writer", tmp_path, stack)
                 assert isinstance(asking, Asking)
-                watch = asking.watch("e0", "system")
+                watch = asking.watch(episode_id, "system")
                 spec_ = EpisodeSpec("e0", "g0", "bugfix/x")
                 played = await play_in(world().session, make_player(), spec_, Sampling(1.0, 400), watch)
                 return await watch.finish(played.episode), asking.snapshot()
@@ -101,6 +105,14 @@ def test_a_hint_that_was_written_once_is_not_asked_for_again(play: Any) -> None:
     assert len(asked) == 1
     assert [site.hint for site in episode.hint_sites] == ["Hint: look"]
     assert (told["hint_writer"]["written"], told["hint_writer"]["cost_usd"]) == (1, 0)
+
+
+def test_a_try_after_a_lost_one_has_no_cap_of_its_own(play: Any) -> None:
+    # The worst case of a question is 0.002048 USD; a failed answer is booked with that.
+    settings = {"episode_budget_usd": 0.005, "cache_mb": 0}
+    for episode_id, spent in (("g0-0", 0.004096), ("g0-0.1", 0.004096), ("g0-1", 0.008192)):
+        _, told, _ = play(Reply(b"", 500), episode_id=episode_id, **settings)
+        assert told["ledger"]["spent_usd"] == pytest.approx(spent)
 
 
 def test_a_hint_is_short(play: Any) -> None:
