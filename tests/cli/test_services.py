@@ -63,7 +63,12 @@ def test_progress_is_told_in_lines(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(services, "TICK_S", 0.01)
+    told = ""
     with services.progress(RunFolder(tmp_path), load_config(preset="smoke")):
-        time.sleep(0.2)
-    (line,) = capsys.readouterr().err.splitlines()
+        deadline = time.monotonic() + 60
+        while not told.endswith("\n"):
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+            told += capsys.readouterr().err
+    (line,) = (told + capsys.readouterr().err).splitlines()
     assert "step 0/8" in line
