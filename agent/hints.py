@@ -82,7 +82,8 @@ def _type_error(meta: dict[str, Any]) -> str:
     if meta["name"] not in BUNDLED and meta.get("schema"):
         types = meta["schema"].get("properties", {})
         required = [f"{name} ({types.get(name, {}).get('type', 'any')})" for name in required]
-    return f"{meta['name']} needs {', '.join(required) or 'no arguments'}"
+    near = f"there is no {meta['unknown']}, use {meta['nearest']}; " if meta.get("unknown") else ""
+    return f"{near}{meta['name']} needs {', '.join(required) or 'no arguments'}"
 
 
 def _runtime_error(meta: dict[str, Any]) -> str:

@@ -189,7 +189,18 @@ def check_call(call: ToolCall, tools: Mapping[str, dict[str, Any]]) -> None:
     parameters = tools[call.name]["parameters"]
     problem = _argument_problem(call.arguments, parameters["properties"], parameters["required"])
     if problem:
-        raise _Failed(tool_error("type_error", problem, name=call.name, required=parameters["required"]))
+        meta = {"name": call.name, "required": parameters["required"]}
+        meta |= _misspelt(call.arguments, parameters["properties"])
+        raise _Failed(tool_error("type_error", problem, **meta))
+
+
+def _misspelt(arguments: dict[str, Any], properties: dict[str, Any]) -> dict[str, str]:
+    """The first argument that there is not, with the nearest that there is and that was not given, if any is near."""
+    free = [name for name in properties if name not in arguments]
+    for name in arguments:
+        if name not in properties and (nearest := difflib.get_close_matches(name[:40], free, n=1)):
+            return {"unknown": name[:40], "nearest": nearest[0]}
+    return {}
 
 
 def _argument_problem(

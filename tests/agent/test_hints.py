@@ -48,6 +48,16 @@ def test_every_kind_of_error_has_a_template():
         ({"name": "read_file", "arguments": {"path": "main.py"}}, "file_not_found", "solution.py"),
         ({"name": "read_file", "arguments": {}}, "type_error", "read_file needs path"),
         ({"name": "edit_file", "arguments": edit(line="2")}, "type_error", "needs path, old, new"),
+        (
+            {"name": "read_file", "arguments": {"pth": "solution.py"}},
+            "type_error",
+            "Hint: there is no pth, use path; read_file needs path",
+        ),
+        (
+            {"name": "edit_file", "arguments": {**edit(), "content": "x"}},
+            "type_error",
+            "Hint: edit_file needs path, old, new",
+        ),
         ({"name": "edit_file", "arguments": edit()}, "edit_no_match", "line 2 is: "),
         (
             {"name": "edit_file", "arguments": edit(line=1, old="return")},
