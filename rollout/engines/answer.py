@@ -68,11 +68,15 @@ class Standing:
         self.epoch += 1
         self._settled.clear()
 
-    def admit(self, version: int, name: str) -> None:
-        """The weights in place, called ``name``, are those of ``version``; they were checked."""
-        self.version, self.name = version, name
+    def verify(self, version: int, name: str) -> None:
+        """The weights in place, called ``name``, are those of ``version``: what they sampled counts."""
         _remember(self._verified, name, version)
         self._settled.set()
+
+    def admit(self, version: int, name: str) -> None:
+        """The same, and the server is to sample more from them."""
+        self.version, self.name = version, name
+        self.verify(version, name)
 
     def refuse(self, name: str) -> None:
         """What is called ``name`` there is something else; nothing of it counts."""

@@ -42,6 +42,10 @@ MAX_SESSIONS = 65536
 _log = structlog.get_logger(__name__)
 
 
+class _Overtaken(Exception):
+    """A newer version is there, or the server leaves: no use in changing its weights now."""
+
+
 @dataclass(eq=False, slots=True)
 class _Member:
     server: VllmServer
@@ -50,6 +54,10 @@ class _Member:
     in_flight: int = 0
     changing: bool = False
     """It is paused for new weights, or these are not checked yet."""
+    changes_since: float = 0.0
+    """Monotonic seconds."""
+    waiting: bool = False
+    """It could change, and waits for its turn."""
     leaving: bool = False
     failures: int = 0
     """Since it last answered a request."""
@@ -301,6 +309,8 @@ class Pool:
                 await asyncio.sleep(min(LAST_PAUSE_S, pause))
             try:
                 await self._look(member)
+            except _Overtaken:
+                pass
             except FetchFailed as error:
                 member.failures += 1
                 member.reason = str(error)
@@ -329,27 +339,45 @@ class Pool:
         await self._way.bring_up(
             server,
             release,
-            swap=partial(self._swap, member),
+            swap=partial(self._swap, member, release),
             tolerance=self._tolerance,
             patience=self._patience,
             reload=member.refusals > 0,
         )
-        member.refusals, member.reason = 0, ""
+        member.refusals = 0
+        if release is not self._release:  # nobody waits for a server that was out: it must not serve this
+            raise _Overtaken
+        server.standing.admit(release.version, release.name)
+        member.reason = ""
         _log.info("engine_ready", url=server.url, version=release.version)
 
     @contextlib.asynccontextmanager
-    async def _swap(self, member: _Member) -> AsyncIterator[None]:
-        """Entered when few enough others are changing their weights."""
-        while sum(other.changing for other in self._members.values()) >= max(
-            1, int(PAUSED_SHARE * len(self._members))
-        ):
-            await self._change()
+    async def _swap(self, member: _Member, release: Release) -> AsyncIterator[None]:
+        """Entered when few enough others are changing their weights; one that does not sample need not wait."""
+        member.waiting = True
+        try:
+            while member.ready and not self._may_change():
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(self._patience.poll):
+                        await self._change()
+        finally:
+            member.waiting = False
+        if member.leaving or release is not self._release:
+            raise _Overtaken
         member.changing = True
+        member.changes_since = time.monotonic()
         try:
             yield
         finally:
             member.changing = False
             self._move()
+
+    def _may_change(self) -> bool:
+        """Whether one more may, of those that sample or will soon; one that takes too long is not waited for."""
+        begun, members = time.monotonic() - self._patience.lag, self._members.values()
+        changing = sum(member.changing and member.changes_since > begun for member in members)
+        ready = sum(member.ready for member in members)
+        return changing < max(1, int(PAUSED_SHARE * (ready + changing)))
 
     def _drop(self, member: _Member, reason: str) -> None:
         member.failures += 1
@@ -371,8 +399,9 @@ class Pool:
                 return
             if there:
                 first_at = first_at or now
-            if first_at and now - first_at > self._patience.lag:
-                for member in behind:
+            late = [member for member in behind if not member.waiting]
+            if first_at and now - first_at > self._patience.lag and late:
+                for member in late:
                     self._drop(member, f"{member.server.url}: version {version} came later than elsewhere")
                 continue
             reasons = "; ".join(member.reason for member in members) or "there is no server"

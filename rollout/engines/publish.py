@@ -76,7 +76,7 @@ class Way(Protocol):
         patience: Patience,
         reload: bool = False,
     ) -> None:
-        """Let ``server`` sample from a version, and check that it does.
+        """Give ``server`` a version, and check that it samples from that; the caller then admits it.
 
         A server that has it by name is only checked, unless ``reload``. Raises ``FetchFailed``, ``ServerError`` and
         ``WeightsRefused``.
@@ -197,7 +197,7 @@ async def check(server: VllmServer, release: Release, tolerance: float, score: S
         with contextlib.suppress(ServerError):  # what runs there goes on elsewhere; a dead server has nothing
             await server.abort_all()
         raise WeightsRefused(f"{server.url}: {error}") from error
-    server.standing.admit(release.version, release.name)
+    server.standing.verify(release.version, release.name)
 
 
 async def confirm_name(server: VllmServer) -> None:

@@ -56,7 +56,8 @@ class Patience:
     """Taking fetched weights over."""
     fetch: float = 3600.0
     lag: float = 30.0
-    """How much later than the first server another one may have a version before it leaves the pool."""
+    """How much later than the first server another one may have a version before it leaves the pool, the wait for its
+    turn to change not counted; and how long the others wait for one that changes."""
     join: float = 600.0
     """Until any server has a version."""
     poll: float = 1.0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import shutil
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from hintloop.rollout.engines.publish_direct import Direct
 from hintloop.rollout.engines.sim_plan import Fault
 from hintloop.rollout.engines.vllm import VllmServer
 
-from .world import NEVER_STOPS, SLOW_MS, World, all_ready, looked_at, planned, sample, until
+from .world import NEVER_STOPS, QUICK, SLOW_MS, World, all_ready, looked_at, planned, sample, until
 
 
 @pytest.fixture
@@ -168,5 +169,58 @@ def test_tokens_of_a_server_that_left_and_came_back_with_other_weights_are_of_th
             found = await asked
             world.check(found)
             assert len(found.token_ids) == 80
+
+    asyncio.run(run())
+
+
+def test_a_server_that_was_getting_a_version_when_the_next_one_came_never_serves_it(world: World) -> None:
+    async def run() -> None:
+        patience = replace(QUICK, lag=0.2)  # the other one does not wait for it
+        plans = [NEVER_STOPS, planned(load_ms=2000)]
+        async with world.pool(*plans, patience=patience, load=False) as pool:
+            for version in (0, 1):
+                world.publish(version)
+            await pool.load_weights(world.fetched(0), 0)
+            await until(lambda: world.engines[1].paused)
+            await pool.load_weights(world.fetched(1), 1)
+            assert world.engines[1].paused
+            world.engines[1].plan = NEVER_STOPS
+            served = set()
+            while "ready" not in (late := pool.servers()[1])["state"]:
+                served |= {server["version"] for server in pool.servers() if server["state"] == "ready"}
+                await asyncio.sleep(0.001)
+            assert (served, late["version"]) == ({1}, 1)
+
+    asyncio.run(run())
+
+
+def test_of_two_servers_that_live_one_goes_on_however_many_are_dead(world: World) -> None:
+    async def run() -> None:
+        async with world.pool(*[planned(load_ms=300)] * 2) as pool:
+            for port in range(1, 7):
+                pool.add(f"http://127.0.0.1:{port}")
+            await until(lambda: pool.stats()["servers_ready"] == 2)
+            most = 0
+            world.publish(1)
+            loading = asyncio.create_task(pool.load_weights(world.fetched(1), 1))
+            while not loading.done():
+                most = max(most, sum(engine.paused for engine in world.engines))
+                await asyncio.sleep(0.001)
+            await loading
+            assert most == 1
+
+    asyncio.run(run())
+
+
+def test_servers_that_wait_for_their_turn_to_change_are_not_late(world: World) -> None:
+    async def run() -> None:
+        patience = replace(QUICK, lag=2.0)
+        async with world.pool(*[planned(load_ms=800)] * 5, patience=patience) as pool:
+            await all_ready(pool, 0)
+            world.publish(1)
+            with capture_logs() as logs:
+                await pool.load_weights(world.fetched(1), 1)
+                await all_ready(pool, 1)
+            assert not [entry for entry in logs if entry["event"] == "engine_left"]
 
     asyncio.run(run())
