@@ -88,5 +88,6 @@ def load_remote_agent(first: Fetched, *, config: RolloutConfig, weights_uri: str
         probe_tolerance=config.probe_tolerance,
         roster=roster,
         way=way,
+        room=config.max_tokens,
     )
     return Agent(pool, chat, servers=pool.servers, needs_files=way.needs_files)

@@ -89,9 +89,11 @@ class Pool:
         probe_tolerance: float = PROBE_TOLERANCE,
         roster: Path | None = None,
         way: Way | None = None,
+        room: int = 0,
     ) -> None:
         """The servers get versions of ``weights_uri`` by ``way``, or fetch them; ``stop_ids`` end a turn.
 
+        A server that takes fewer than ``room`` tokens, prompt and answer together, is not taken.
         While the file ``roster`` exists, the URLs in it, one a line, are the servers instead of ``urls``.
         Raises ``ValueError`` for what is no URL.
         """
@@ -105,6 +107,7 @@ class Pool:
         self._tolerance = probe_tolerance
         self._roster = roster
         self._way = way or Fetch()
+        self._room = room
         transport = LeanTransport(connect_s=self._patience.connect)
         self._client = httpx.AsyncClient(transport=transport, timeout=None, trust_env=False)
         self._members: dict[str, _Member] = {}
@@ -195,6 +198,7 @@ class Pool:
             stop_ids=self._stop_ids,
             patience=self._patience,
             by_name=self._way.by_name,
+            room=self._room,
         )
         member = self._members[url] = _Member(server)
         before = [other.task for other in self._leaving if other.server.url == url and other.task]
@@ -382,8 +386,9 @@ class Pool:
     def _drop(self, member: _Member, reason: str) -> None:
         member.failures += 1
         member.errors = 0
-        if member.ready:
-            _log.warning("engine_left", url=member.server.url, reason=reason)
+        if member.ready or reason != member.reason:
+            event = "engine_left" if member.ready else "engine_not_taken"
+            _log.warning(event, url=member.server.url, reason=reason)
         member.reason = reason
         member.server.standing.lose()
         member.wake.set()

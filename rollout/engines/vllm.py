@@ -79,8 +79,12 @@ class VllmServer:
         stop_ids: Sequence[int],
         patience: Patience,
         by_name: bool = False,
+        room: int = 0,
     ) -> None:
-        """``stop_ids`` end an answer. ``by_name``: versions are adapters, and each request names the newest."""
+        """``stop_ids`` end an answer. ``by_name``: versions are adapters, and each request names the newest.
+
+        A server that takes fewer than ``room`` tokens, prompt and answer together, is refused by ``connect``.
+        """
         self.url = url.rstrip("/")
         self.standing = Standing()
         self.config: dict[str, Any] = {}
@@ -94,6 +98,7 @@ class VllmServer:
         self._stop_ids = list(stop_ids)
         self._patience = patience
         self._by_name = by_name
+        self._room = room
 
     # Sampling
 
@@ -174,6 +179,11 @@ class VllmServer:
             raise ServerError(
                 f"{self.url}: it reports {mode}, which are not of the tokens' distribution; start it with "
                 f"--logprobs-mode {LOGPROBS_MODE}"
+            )
+        if self.max_length < self._room:
+            raise ServerError(
+                f"{self.url}: it takes {self.max_length} tokens, and episodes may have {self._room} "
+                f"(rollout.max_tokens); start it with --max-model-len {self._room}"
             )
 
     async def weights_name(self) -> str:

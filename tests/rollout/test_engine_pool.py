@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import shutil
+import time
 from collections import Counter
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +15,15 @@ import pytest
 from pydantic import ValidationError
 from structlog.testing import capture_logs
 
+from hintloop.agent.engine import EngineError
 from hintloop.rollout.config import RolloutConfig
-from hintloop.rollout.engines.pool import Pool
+from hintloop.rollout.engines.pool import AFFINITY_SLACK, ERRORS_IN_A_ROW, FIRST_PAUSE_S, Pool
 from hintloop.rollout.engines.publish import Fetch, Way
 from hintloop.rollout.engines.publish_direct import Direct
 from hintloop.rollout.engines.sim_plan import Fault
 from hintloop.rollout.engines.vllm import VllmServer
 
-from .world import NEVER_STOPS, QUICK, SLOW_MS, World, all_ready, looked_at, planned, sample, until
+from .world import NEVER_STOPS, QUICK, SLOW_MS, STOP, World, all_ready, looked_at, planned, sample, until
 
 
 @pytest.fixture
@@ -222,5 +225,107 @@ def test_servers_that_wait_for_their_turn_to_change_are_not_late(world: World) -
                 await pool.load_weights(world.fetched(1), 1)
                 await all_ready(pool, 1)
             assert not [entry for entry in logs if entry["event"] == "engine_left"]
+
+    asyncio.run(run())
+
+
+def test_a_server_that_takes_shorter_episodes_than_there_may_be_is_refused(world: World) -> None:
+    """It would lose the long ones alone."""
+
+    async def run() -> None:
+        async with world.pool(planned(max_model_len=100), planned(max_model_len=101), load=False) as served:
+            await served.close()
+            world.publish(0)
+            pool = Pool(world.urls, weights_uri=world.store.uri, stop_ids=[STOP], patience=QUICK, room=101)
+            with capture_logs() as logs:
+                await pool.load_weights(world.fetched(0), 0)
+                await until(lambda: "--max-model-len 101" in pool.servers()[0]["reason"])
+                assert [server["state"] for server in pool.servers()] == ["out", "ready"]
+                await until(lambda: pool._members[world.urls[0]].failures > 2)
+            told = [entry["reason"] for entry in logs if entry["event"] == "engine_not_taken"]
+            assert told == [pool.servers()[0]["reason"]]
+            await pool.close()
+
+    asyncio.run(run())
+
+
+def test_a_server_whose_log_probabilities_are_of_something_else_is_refused(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("hintloop.rollout.engines.sim_routes.LOGPROBS_MODE", "raw_logprobs")
+
+    async def run() -> None:
+        patience = replace(QUICK, join=0.5)
+        async with world.pool(NEVER_STOPS, patience=patience, load=False) as pool:
+            world.publish(0)
+            with pytest.raises(
+                EngineError, match=r"reports raw_logprobs.*--logprobs-mode processed_logprobs"
+            ):
+                await pool.load_weights(world.fetched(0), 0)
+            assert world.engines[0].label == "default"
+
+    asyncio.run(run())
+
+
+def test_an_episode_leaves_a_server_that_has_much_more_to_do_than_another(world: World) -> None:
+    async def run() -> None:
+        async with world.pool(*[planned(token_ms=SLOW_MS)] * 2) as pool:
+            await all_ready(pool, 0)
+            pool.remove(world.urls[1])
+            asked = [
+                asyncio.create_task(sample(pool, 100, session=str(number)))
+                for number in range(AFFINITY_SLACK + 1)
+            ]
+            await world.under_way(len(asked))
+            pool.add(world.urls[1])
+            await all_ready(pool, 0)
+            home = pool._members[world.urls[0]]
+            home.in_flight -= 1  # as many more as are still borne
+            assert await pool._pick("0") is home
+            home.in_flight += 1
+            assert await pool._pick("0") is pool._members[world.urls[1]]
+            world.hurry()
+            for each in await asyncio.gather(*asked):
+                assert each.token_ids == world.greedy(100)
+
+    asyncio.run(run())
+
+
+def test_a_server_that_refuses_requests_in_a_row_is_looked_at_before_it_gets_more(world: World) -> None:
+    async def run() -> None:
+        async with world.pool(NEVER_STOPS) as pool:
+            world.engines[0].faults.add([Fault(kind="error", times=ERRORS_IN_A_ROW - 1)])
+            with capture_logs() as logs:
+                assert (await sample(pool, 20)).token_ids == world.greedy(20)
+                assert not [entry for entry in logs if entry["event"] == "engine_left"]
+                world.engines[0].faults.add([Fault(kind="error", times=ERRORS_IN_A_ROW)])
+                assert (await sample(pool, 20)).token_ids == world.greedy(20)
+            (left,) = [entry["reason"] for entry in logs if entry["event"] == "engine_left"]
+            assert "HTTP 500: " in left
+
+    asyncio.run(run())
+
+
+def test_the_pauses_before_a_server_that_fails_is_looked_at_again_double(world: World) -> None:
+    async def run() -> None:
+        patience = replace(QUICK, poll=1000.0)
+        async with world.pool(NEVER_STOPS, patience=patience) as pool:
+            looks = []
+            look = pool._look
+
+            async def seen(member: Any) -> None:
+                looks.append(time.monotonic())
+                await look(member)
+
+            pool._look = seen  # type: ignore[method-assign]
+            world.engines[0]._start_anew(1000.0)
+            pool._drop(pool._members[world.urls[0]], "it is away")
+            await until(lambda: len(looks) == 5)
+            pauses = [later - earlier for earlier, later in pairwise(looks)]
+            assert all(pause >= FIRST_PAUSE_S * 2 ** (1 + place) for place, pause in enumerate(pauses))
+            world.engines[0]._up_at = 0.0
+            await all_ready(pool, 0)
+            assert (await sample(pool, 20)).token_ids == world.greedy(20)
+            assert pool._members[world.urls[0]].failures == 0
 
     asyncio.run(run())
