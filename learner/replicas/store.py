@@ -97,6 +97,7 @@ class ObjectStoreAllReduce:
         while missing := self._missing(_folder(round_number)):
             if self._stopped():
                 raise Stopped(f"round {round_number} in {self.uri}")
+            self._waiting(missing)
             if time.monotonic() > deadline:
                 names = ", ".join(map(str, missing))
                 raise MissingRanks(
@@ -104,7 +105,6 @@ class ObjectStoreAllReduce:
                     f"in {self._timeout_s:g} s",
                     missing,
                 )
-            self._waiting(missing)
             time.sleep(self._poll_s)
 
     def _missing(self, folder: str) -> tuple[int, ...]:

@@ -30,7 +30,7 @@ def chromium() -> Iterator[Any]:
     from playwright.sync_api import sync_playwright
 
     with sync_playwright() as started:
-        browser = started.chromium.launch(executable_path=shutil.which("chromium"))
+        browser = started.chromium.launch(executable_path=shutil.which("chromium"), timeout=180_000)
         yield browser
         browser.close()
 
@@ -56,6 +56,7 @@ def url(run: RunFolder, tmp_path: Path) -> Iterator[str]:
 def page(chromium: Any, url: str) -> Iterator[Any]:
     """A page that fails the test when the browser complains, or asks anybody but us."""
     context = chromium.new_context(viewport={"width": 1280, "height": 900}, base_url=url)
+    context.set_default_timeout(120_000)
     opened, complaints, asked = context.new_page(), [], []
     opened.on("console", lambda message: complaints.append(message.text))
     opened.on("pageerror", lambda error: complaints.append(str(error)))
@@ -80,7 +81,7 @@ def test_the_page_of_a_run_keeps_up_and_stays_where_it_is(run: RunFolder, page: 
     assert page.text_content(tile) == "3"
     page.evaluate("window.scrollTo(0, 400); window.same = true")
     add_group(run)
-    page.wait_for_selector(f"{tile}[text()='6']", timeout=15_000)
+    page.wait_for_selector(f"{tile}[text()='6']")
     assert page.evaluate("window.same") is True
     assert page.evaluate("window.scrollY") == 400
 

@@ -10,11 +10,12 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 
 ROOT = Path(__file__).parent.parent.parent
+Found = TypeVar("Found")
 UP_S, RUN_S, DOWN_S, ASK_S = 600.0, 900.0, 300.0, 180.0
 
 
@@ -69,14 +70,20 @@ class Project:
         """The newest weights that were published."""
         return max((int(row["version"]) for row in self.lines("metrics/learner.jsonl")), default=0)
 
-    def wait(self, true: Callable[[], object], what: str, seconds: float = RUN_S) -> None:
-        """Until it is true. Fails with what the services said last."""
+    def running(self, service: str) -> dict[str, Any] | None:
+        """``state`` of one that has a process; None while it starts again, or has ended."""
+        found = self.state(service)
+        return found if found["State"]["Pid"] else None
+
+    def wait(self, true: Callable[[], Found | None], what: str, seconds: float = RUN_S) -> Found:
+        """Until it is true; what it is then. Fails with what the services said last."""
         deadline = time.monotonic() + seconds
-        while not true():
+        while not (found := true()):
             if time.monotonic() > deadline:
                 logs = self.compose("logs", "--no-color", "--tail", "15")
                 pytest.fail(f"{what}: not within {seconds:g} s\n{self.compose('ps', '--all')}\n{logs}")
             time.sleep(1.0)
+        return found
 
     def ended(self, *services: str) -> bool:
         """Whether these services are done, and well."""
@@ -88,9 +95,16 @@ class Project:
         label = f"label=hintloop.proxy={self.name}"
         return docker("ps", "--all", "--quiet", "--no-trunc", "--filter", label).split()
 
+    def sandbox(self) -> dict[str, Any] | None:
+        """What the engine says of a sandbox's container: the first that is still there when it is asked."""
+        for container in self.sandboxes():
+            with suppress(subprocess.CalledProcessError):
+                return inspect(container)
+        return None
+
     def down(self, *options: str) -> None:
         """Stop and remove everything; the volumes too with ``--volumes``."""
-        self.compose("--profile", "*", "down", "--timeout", "30", *options, timeout=DOWN_S)
+        self.compose("--profile", "*", "down", *options, timeout=DOWN_S)
 
     def left(self) -> list[str]:
         """Containers and networks of the project that are there."""

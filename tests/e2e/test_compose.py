@@ -7,12 +7,12 @@ import os
 import re
 import urllib.request
 from collections.abc import Iterator
+from functools import partial
 from ipaddress import ip_network
-from typing import Any
 
 import pytest
 
-from .composed import ROOT, Project, docker, inspect
+from .composed import ROOT, Project, docker
 
 SMALL = (
     "rollout.group_size=4",
@@ -25,6 +25,8 @@ SMALL = (
     "evaluation.temperatures=[1.0]",
     "learner.grad_norm_every=2",
 )
+STEPS = 4
+"""Of the run whose services are killed: it has one when they are, and none is made while there is no engine."""
 PROFILES = ("cpu", "gpu", "teachers-demo", "minio")
 VARIABLE = re.compile(r"\$\{([A-Z0-9_]+)[:}]|^ +([A-Z][A-Z0-9_]+):(?: #|$)", re.MULTILINE)
 
@@ -46,8 +48,8 @@ def project() -> Iterator[Project]:
     made.down("--volumes")
 
 
-def settings(steps: int) -> str:
-    words = [f"--set {setting}" for setting in (*SMALL, f"learner.steps={steps}")]
+def settings(steps: int, *more: str) -> str:
+    words = [f"--set '{setting}'" for setting in (*SMALL, f"learner.steps={steps}", *more)]
     return " ".join(["--preset smoke", *words])
 
 
@@ -64,6 +66,10 @@ def trained_servers(project: Project) -> list[str]:
     """Inference servers that have weights from the learner."""
     said = json.loads(project.file("status/rollout.json") or "{}")
     return [server["url"] for server in said.get("servers", ()) if server["version"]]
+
+
+def all_gone(project: Project) -> None:
+    project.wait(lambda: not project.left(), "everything is removed")
 
 
 # The file itself
@@ -107,8 +113,7 @@ def test_the_loop_runs_ends_and_leaves_nothing(project: Project) -> None:
     use_vllm(project)
     project.env["HINTLOOP_SETTINGS"] = settings(3)
     project.up("--scale", "engine=2", "--scale", "env=2")
-    project.wait(project.sandboxes, "a sandbox")
-    host = inspect(project.sandboxes()[0])["HostConfig"]
+    host = project.wait(project.sandbox, "a sandbox")["HostConfig"]
     assert (host["NetworkMode"], host["ReadonlyRootfs"]) == ("none", True)
     port = project.compose("port", "view", "8010").strip()
     assert port.startswith("127.0.0.1:")
@@ -124,8 +129,10 @@ def test_the_loop_runs_ends_and_leaves_nothing(project: Project) -> None:
     assert all(row["n"] == 2 for row in evaluations)
     report = json.loads(project.compose("exec", "-T", "view", "hintloop", "report", "/data/run", "--json"))
     assert (report["finished"], report["weights"]["versions"]) == (True, project.version() + 1)
+    project.compose("stop", "docker-proxy")
+    assert project.ended("docker-proxy"), "it was told to end, and has removed what there was"
     project.down()
-    assert project.left() == []
+    all_gone(project)
 
 
 @pytest.mark.compose
@@ -135,25 +142,25 @@ def test_each_service_may_be_killed_once(project: Project) -> None:
     if os.geteuid() != 0:
         pytest.skip("killing a container's process from outside takes root")
     use_vllm(project)
-    project.env["HINTLOOP_SETTINGS"] = settings(6)
+    project.env["HINTLOOP_SETTINGS"] = settings(STEPS, 'evaluation.splits=["heldmut"]')
     project.up()
     project.wait(lambda: project.version() > 0, "the first step")
     for service in ("engine", "env", "docker-proxy", "learner", "rollout", "teachers-demo", "view"):
-        before = project.state(service)
+        before = project.wait(partial(project.running, service), f"{service} runs")
         os.kill(before["State"]["Pid"], 9)
 
-        def is_back(service: str = service, before: dict[str, Any] = before) -> bool:
-            now = project.state(service)
-            return bool(now["RestartCount"] > before["RestartCount"] and now["State"]["Running"])
+        def is_back(service: str = service, restarts: int = before["RestartCount"]) -> bool:
+            now = project.running(service)
+            return now is not None and now["RestartCount"] > restarts
 
         project.wait(is_back, f"{service} is back")
     project.down()
-    assert project.left() == []
+    all_gone(project)
     project.up()
     assert "holds a run, which goes on" in project.compose("logs", "setup")
     project.wait(lambda: project.ended("learner", "rollout"), "the end of the run")
     trained = trained_groups(project)
-    assert len(trained) == len(set(trained)) == 6 * 2
+    assert len(trained) == len(set(trained)) == STEPS * 2
 
 
 @pytest.fixture
@@ -196,4 +203,5 @@ def test_learner_and_rollout_side_meet_at_a_store_only(store: str) -> None:
     finally:
         player.down("--volumes")
         learner.down("--volumes")
-    assert player.left() + learner.left() == []
+    for project in (player, learner):
+        all_gone(project)

@@ -9,7 +9,9 @@ from __future__ import annotations
 import copy
 import json
 import multiprocessing
+import re
 import time
+import urllib.request
 from collections import Counter
 from collections.abc import Callable, Iterator
 from importlib import resources
@@ -59,6 +61,7 @@ STREAMING = {
     "replicas.fragment_update_alpha": 0.25,
 }
 """Every second step a fragment is sent, and at the next step its average is waited for."""
+ASKED = re.compile(r"\[(\d+)/\d+ participants healthy\]")
 FORKED = multiprocessing.get_context("forkserver")
 """Learners are forks of one process that has the libraries: to import them takes each longer than all that it does."""
 FORKED.set_forkserver_preload(["hintloop.cli.main", "hintloop.learner.run", "hintloop.learner.replicas.live"])
@@ -68,7 +71,7 @@ class Run:
     """Three learners on one journal and one weight store."""
 
     def __init__(self, folder: Path, lighthouse: str) -> None:
-        self.folder, self._lighthouse = folder, lighthouse
+        self.folder, self.lighthouse = folder, lighthouse
         self.processes: dict[int, ForkServerProcess] = {}
         self._writer = Journal(folder / "journal").writer("recorded")
 
@@ -80,7 +83,7 @@ class Run:
         every |= {"rollout.groups_per_step": 1, "replicas.sync_every": SYNC_EVERY}
         every |= {f"replicas.{key}": value for key, value in OUTER.items()} | (changes or {})
         assignments = [f"{key}={value}" for key, value in every.items()]
-        options = ["--replicas", str(COUNT), "--replica", str(index), "--lighthouse", self._lighthouse]
+        options = ["--replicas", str(COUNT), "--replica", str(index), "--lighthouse", self.lighthouse]
         options += [word for assignment in assignments for word in ("--set", assignment)]
         words = ["learn", "--run", str(self.folder), "--follow", *options]
         self.processes[index] = FORKED.Process(target=run_command, args=(words,), daemon=True)
@@ -112,6 +115,20 @@ class Run:
             assert not ended, f"{what}: {ended} ended"
             assert time.monotonic() < deadline, f"{what}: not in time"
             time.sleep(0.05)
+
+    def wait_return(self, step: int) -> None:
+        """Until the replica that was dead has asked the lighthouse, the only one so far, for the others.
+
+        What it says itself it says before: others that ask while its question is on its way leave it out.
+        """
+        self.wait("return", self.is_waiting("the other replicas", step), VICTIM)
+        self.wait("question", lambda _: self._have_asked() == 1, VICTIM)
+
+    def _have_asked(self) -> int:
+        with urllib.request.urlopen(f"{self.lighthouse}/status", timeout=60) as page:
+            found = ASKED.search(page.read().decode())
+        assert found, "the lighthouse says how many replicas wait for a quorum"
+        return int(found[1])
 
     def end(self) -> None:
         """Until all have done all steps."""
@@ -157,7 +174,7 @@ def play(run: Run, groups: list[list[Episode]]) -> None:
     run.feed(groups[9:12])
     run.wait("the second round and what the dead one had", run.is_waiting("episodes", 5), *SURVIVORS)
     run.start(VICTIM)
-    run.wait("return", run.is_waiting("the other replicas", 3), VICTIM)
+    run.wait_return(3)
     run.feed(groups[12:])
     run.end()
 
@@ -272,7 +289,7 @@ def test_a_replica_that_is_killed_with_a_fragment_on_its_way_comes_back_and_all_
     run.feed(groups[15:23])
     run.wait("another round", run.is_waiting("episodes", 8), *SURVIVORS)
     run.start(VICTIM, STREAMING)
-    run.wait("return", run.is_waiting("the other replicas", 4), VICTIM)
+    run.wait_return(4)
     run.feed(groups[23:])
     run.end()
 

@@ -20,7 +20,7 @@ from ..learner.factory import make_groups
 pytest.importorskip("torchft", reason="needs torchft, of the extra replicas")
 
 COUNT, GROUPS, SYNC_EVERY = 2, 8, 2
-DEADLINE_S = 300
+DEADLINE_S = 900
 SETTINGS = {
     "learner.steps": GROUPS // COUNT,
     "learner.groups_per_step": 1,

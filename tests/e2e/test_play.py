@@ -6,6 +6,8 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -25,18 +27,24 @@ SMALL = (
     f"learner.steps={STEPS}",
     "learner.grad_norm_every=2",
 )
-DEADLINE_S = 240
+DEADLINE_S = 900
 
 
-def play(run: Path, *, resume: bool = False) -> subprocess.Popen[bytes]:
-    """Start ``hintloop play`` on a small run, or resume it."""
+@contextmanager
+def play(run: Path, *, resume: bool = False) -> Iterator[subprocess.Popen[bytes]]:
+    """``hintloop play`` on a small run, or on one that it resumes; what does not end by itself is ended."""
     arguments = ["--resume", str(run)] if resume else ["--preset", "smoke", "--name", run.name]
     if not resume:
         for setting in (*SMALL, f"run.output={run.parent}"):
             arguments += ["--set", setting]
     command = [sys.executable, "-m", "hintloop.cli.main", "play", *arguments]
     with (run.parent / "play.log").open("ab") as log:
-        return subprocess.Popen(command, stdout=log, stderr=log, stdin=subprocess.DEVNULL)
+        process = subprocess.Popen(command, stdout=log, stderr=log, stdin=subprocess.DEVNULL)
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait()
 
 
 def finish(process: subprocess.Popen[bytes], run: Path) -> int:
@@ -44,7 +52,6 @@ def finish(process: subprocess.Popen[bytes], run: Path) -> int:
     try:
         return process.wait(DEADLINE_S)
     except subprocess.TimeoutExpired:
-        process.kill()
         pytest.fail((run.parent / "play.log").read_text()[-3000:])
 
 
@@ -94,7 +101,8 @@ def check_nothing_lost_or_repeated(run: Path) -> None:
 @pytest.mark.slow
 def test_play_runs_all_three_channels_and_reports(tmp_path):
     run = tmp_path / "whole"
-    assert finish(play(run), run) == 0, (tmp_path / "play.log").read_text()[-3000:]
+    with play(run) as process:
+        assert finish(process, run) == 0, (tmp_path / "play.log").read_text()[-3000:]
     check_nothing_lost_or_repeated(run)
     rows = [json.loads(line) for line in (run / "metrics" / "learner.jsonl").read_text().splitlines()]
     assert sum(row["sites"] for row in rows) > 0
@@ -111,11 +119,12 @@ def test_play_runs_all_three_channels_and_reports(tmp_path):
 @pytest.mark.parametrize("victim", ["rollout", "learn"])
 def test_killed_part_resumes_without_loss_or_repetition(tmp_path, victim):
     run = tmp_path / "killed"
-    process = play(run)
-    wait_until(lambda: len(trained(run)) >= 1, run, "first training step")
-    os.kill(children(process.pid)[victim], signal.SIGKILL)
-    assert finish(process, run) != 0
+    with play(run) as process:
+        wait_until(lambda: len(trained(run)) >= 1, run, "first training step")
+        os.kill(children(process.pid)[victim], signal.SIGKILL)
+        assert finish(process, run) != 0
     assert "--resume" in (tmp_path / "play.log").read_text()
     assert len(trained(run)) < STEPS
-    assert finish(play(run, resume=True), run) == 0, (tmp_path / "play.log").read_text()[-3000:]
+    with play(run, resume=True) as process:
+        assert finish(process, run) == 0, (tmp_path / "play.log").read_text()[-3000:]
     check_nothing_lost_or_repeated(run)

@@ -35,6 +35,7 @@ SMALL = (
     f"rollout.group_size={GROUP_SIZE}",
     f"rollout.groups_per_step={GROUPS}",
     "rollout.episodes_in_flight=8",
+    "rollout.idle_timeout_s=3600",  # the learner is held
     'evaluation.splits=["heldfn"]',
     "evaluation.temperatures=[1.0]",
     "evaluation.num_tasks=2",
@@ -97,7 +98,7 @@ class Server:
 
     def sampled(self) -> float:
         """Tokens since it was started, by its own count."""
-        text = httpx.get(f"{self.url}/metrics", timeout=10).text
+        text = httpx.get(f"{self.url}/metrics", timeout=60).text
         lines = [line for line in text.splitlines() if line.startswith("vllm:generation_tokens_total")]
         return sum(float(line.rpartition(" ")[2]) for line in lines)
 
@@ -154,6 +155,11 @@ class Run:
     def learner(self) -> int:
         return next(pid for pid, words in children(self.process.pid) if "learn" in words)
 
+    def latest(self) -> int:
+        """The version that servers are brought to; -1: none."""
+        manifest = self.store.latest()
+        return -1 if manifest is None else manifest.version
+
     def ready_servers(self) -> dict[str, int]:
         """URL -> version of the servers that the rollout side samples from."""
         try:
@@ -208,15 +214,17 @@ class Watch:
             assert worst(scored[1], self.run.logprobs(version, PROBE)) <= TOLERANCE, (server.url, version)
             self.seen[server.url].add(version)
 
-    def until(self, true: Callable[[], bool], what: str) -> None:
+    def until(self, true: Callable[[], bool], what: str, *, looking: bool = True) -> None:
+        """Wait; without ``looking``, which takes long on a busy machine, what comes true is seen at once."""
         deadline = time.monotonic() + WAIT_S
         while not true():
             ended = self.run.process.poll()
             assert time.monotonic() < deadline, self._told(f"{what}: not within {WAIT_S:g} s")
             assert ended in (None, 0), self._told(f"{what}: play ended with {ended}")
             assert ended is None or true(), self._told(f"{what}: not before play ended")
-            self.look()
-            time.sleep(0.1)
+            if looking:
+                self.look()
+            time.sleep(0.1 if looking else 0.02)
 
     def _told(self, what: str) -> str:
         logs = [self.run.log, *(server.log for server in self.servers)]
@@ -235,11 +243,22 @@ def servers(tmp_path: Path, repository: Path) -> Iterator[list[Server]]:
 
 
 @contextlib.contextmanager
-def held(pid: int) -> Iterator[None]:
-    """Stop a process for a while."""
+def held(watch: Watch) -> Iterator[Callable[[], None]]:
+    """Keep the learner from learning; what is given lets it do one step.
+
+    Or the run might be over before a server can be killed, and before that one can be up again.
+    """
+    run, pid = watch.run, watch.run.learner()
+
+    def step() -> None:
+        before = run.latest()
+        os.kill(pid, signal.SIGCONT)
+        watch.until(lambda: run.latest() > before, "one step of the learner", looking=False)
+        os.kill(pid, signal.SIGSTOP)
+
     os.kill(pid, signal.SIGSTOP)
     try:
-        yield
+        yield step
     finally:
         os.kill(pid, signal.SIGCONT)
 
@@ -250,18 +269,35 @@ def test_the_loop_on_vllm_survives_a_killed_server(tmp_path: Path, servers: list
     run = Run(tmp_path / "run", [server.url for server in servers])
     watch = Watch(run, servers)
     seen = watch.seen
+
+    def all_at(version: int) -> bool:
+        return all(max(of, default=-1) >= version for of in seen.values())
+
     try:
-        watch.until(lambda: all(max(of, default=0) >= 1 for of in seen.values()), "trained weights on both")
-        killed_at = max(run.store.versions())
-        os.kill(victim.api_process(), signal.SIGKILL)
-        watch.until(lambda: max(seen[other.url]) > killed_at, "newer weights on the server that is left")
-        with held(run.learner()):  # or the run might end before a server can be up again
+        watch.until(lambda: run.latest() >= 1, "trained weights", looking=False)
+        with held(watch) as step:
+            first = run.latest()
+            assert first + 3 < STEPS
+            watch.until(lambda: all_at(first), "trained weights on both")
+            before = victim.sampled()
+            step()  # after which there is something to play
+            killed_at = run.latest()
+            watch.until(lambda: victim.sampled() > before, "work for the server", looking=False)
+            os.kill(victim.api_process(), signal.SIGKILL)
+            step()
+            watch.until(lambda: max(seen[other.url]) > killed_at, "newer weights on the server that is left")
             watch.until(
                 lambda: run.ready_servers().get(victim.url, -1) > killed_at, "the server in the pool again"
             )
+            step()
+            newest = run.latest()
+            watch.until(lambda: all_at(newest), "weights on both that are newer still")
         watch.until(lambda: run.process.poll() is not None, "the end of the run")
-        watch.look()
-        assert all(max(versions) == STEPS for versions in seen.values()), seen
+        # The last weights are sure to be on one: at the end the other may still be getting them, and stay paused.
+        deadline = time.monotonic() + WAIT_S
+        while max(set.union(*seen.values())) < STEPS and time.monotonic() < deadline:
+            watch.look()
+        assert max(set.union(*seen.values())) == STEPS, seen
         assert victim.sampled() > 100
     finally:
         run.close()
@@ -295,6 +331,7 @@ def check_nothing_lost_or_repeated(run: Run) -> None:
     assert set(trained) <= set(ids)
     status = json.loads((run.folder / "status" / "rollout.json").read_text())
     assert status["groups_dropped"] == 0
+    assert status["lost"] == {}  # a turn whose server is killed goes on at the other one
 
 
 def check_records(run: Run) -> None:

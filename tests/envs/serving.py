@@ -48,6 +48,7 @@ def serving(folder: Path, *options: str) -> Iterator[str]:
     finally:
         process.terminate()
         try:
-            process.wait(20)
+            process.wait(60)
         finally:
             process.kill()
+            process.wait()

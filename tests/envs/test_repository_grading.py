@@ -30,7 +30,7 @@ from hintloop.envs.task import RepositoryTests, Script, Task
 from .kinds import open_or_skip
 
 WRONG, RIGHT = "def f(x):\n    return x + x\n", "def f(x):\n    return x * x\n"
-MANIFEST = 'schema_version = "1.4"\n[verifier]\ntimeout_sec = 40\n'
+MANIFEST = 'schema_version = "1.4"\n[verifier]\ntimeout_sec = 200\n'
 DOCKERFILE = "FROM python:3.11-slim\nWORKDIR /app\nCOPY . .\n"
 BY_EXIT_CODE = "if {} >/tmp/log 2>&1; then echo 1; else echo 0; fi > /logs/verifier/reward.txt\n"
 PYTEST = """\

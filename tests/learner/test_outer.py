@@ -33,7 +33,7 @@ from hintloop.learner.replicas.transport import SafetensorsTransport
 from .outer import ROUNDS, SCHEDULES, contribution, inner_step, toy
 
 TESTS = Path(__file__).parents[1]
-DEADLINE_S = 300
+DEADLINE_S = 900
 COUNT = 4
 TIMEOUT = timedelta(seconds=30)
 PLACES = ("file", "s3")

@@ -21,7 +21,7 @@ from hintloop.replay.journal import Journal
 from .factory import make_groups, save_student
 from .shards import CASES, steps
 
-DEADLINE_S = 240
+DEADLINE_S = 900
 
 
 def launch(module: str, *words: str, folder: Path) -> str:

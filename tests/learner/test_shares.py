@@ -318,7 +318,7 @@ def test_sigterm_ends_a_wait_for_other_replicas_and_the_round_goes_on_later(
             both(folder, every, **schedule)
             summary, seconds = stopped_while_waiting(folder, 2 * every, **schedule)
             assert (summary.reason, summary.step, summary.version) == ("signal", every, 1)
-            assert seconds < 20, "of the two minutes that a round may take"
+            assert seconds < 100, "of the two minutes that a round may take"
             rounds = sorted(path.name for path in (folder / "rounds").iterdir())
             given = [path.name for path in (folder / "rounds" / rounds[-1]).iterdir()]
             assert given == ["rank-0-of-2.safetensors"]

@@ -30,13 +30,15 @@ from hintloop.rollout.engines.pool import Pool
 from hintloop.rollout.engines.publish import Way
 from hintloop.rollout.engines.publish_adapter import FOLDER, Adapter
 from hintloop.rollout.engines.publish_direct import Direct
-from hintloop.rollout.engines.vllm import VllmServer
+from hintloop.rollout.engines.vllm import Patience, VllmServer
 from hintloop.rollout.vllm_extension import CACHE
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
-START_S, DEADLINE_S = 300.0, 240.0
+START_S, DEADLINE_S = 300.0, 600.0
 STOPS = list(range(100, 130))
 PROMPT = [5, 6, 11, 12, 13]
+LONG = 800
+"""Tokens of an answer that weights change in."""
 
 
 def tiny_model() -> Any:
@@ -126,6 +128,18 @@ def serving(folder: Path, model: Path, python_path: str, *more: str) -> Iterator
         process.wait(60)
 
 
+def metric(url: str, name: str) -> float:
+    """What the server counts under a name."""
+    lines = httpx.get(f"{url}/metrics", timeout=60).text.splitlines()
+    return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith(f"vllm:{name}{{"))
+
+
+async def above(value: float, url: str, name: str) -> None:
+    """Wait until a count of the server is above a value; requests go on meanwhile."""
+    while await asyncio.to_thread(metric, url, name) <= value:  # noqa: ASYNC110 - it is of another process
+        await asyncio.sleep(0.05)
+
+
 def answers(url: str) -> bool:
     try:
         return httpx.get(f"{url}/health", timeout=5).status_code == 200
@@ -147,8 +161,9 @@ def worst(store: WeightStore, cache: Path, prompt: list[int], sample: Sample, te
 async def check_every_token(url: str, store: WeightStore, cache: Path, way: type[Way] | None) -> None:
     """What is sampled before, while and after the weights change is recorded as the versions give it."""
     ways = [way() if way else None for _ in range(2)]
-    ending = Pool([url], weights_uri=store.uri, stop_ids=STOPS, way=ways[0])
-    endless = Pool([url], weights_uri=store.uri, stop_ids=[999], way=ways[1])
+    patience = Patience(connect=60.0)
+    ending = Pool([url], weights_uri=store.uri, stop_ids=STOPS, way=ways[0], patience=patience)
+    endless = Pool([url], weights_uri=store.uri, stop_ids=[], way=ways[1], patience=patience)
     await ending.load_weights(store.fetch(0, cache), 0)
     for temperature in (1.0, 0.5, 0.0):
         sample = await ending.generate(PROMPT, Sampling(temperature, 60), session="a")
@@ -157,17 +172,19 @@ async def check_every_token(url: str, store: WeightStore, cache: Path, way: type
     await ending.close()
     await endless.load_weights(store.fetch(0, cache), 0)
     prompts = [[5, 6, number] for number in range(20, 28)]
+    folder = store.fetch(1, cache)
     asked = [
-        asyncio.create_task(endless.generate(prompt, Sampling(1.0, 400), session=str(prompt)))
+        asyncio.create_task(endless.generate(prompt, Sampling(1.0, LONG), session=str(prompt)))
         for prompt in prompts
     ]
-    await asyncio.sleep(1.0)
-    await endless.load_weights(store.fetch(1, cache), 1)
+    await above(len(prompts) - 1, url, "num_requests_running")
+    await above(metric(url, "generation_tokens_total"), url, "generation_tokens_total")
+    await endless.load_weights(folder, 1)
     spans = {0} if way is Adapter else {0, 1}
     for prompt, sample in zip(prompts, await asyncio.gather(*asked), strict=True):
         assert list(sample.policy_versions) == sorted(sample.policy_versions)
         assert worst(store, cache, prompt, sample, 1.0) < 1e-4
-        assert set(sample.policy_versions) == spans or len(sample.token_ids) < 400
+        assert set(sample.policy_versions) == spans
     sample = await endless.generate(PROMPT, Sampling(1.0, 60), session="new")
     assert set(sample.policy_versions) == {1}
     assert worst(store, cache, PROMPT, sample, 1.0) < 1e-4
@@ -205,7 +222,7 @@ def test_every_token_is_recorded_exactly_while_adapters_come_and_go(
         asyncio.run(within_time(url, lora_store, tmp_path, Adapter))
         cards = httpx.get(f"{url}/v1/models", timeout=5).json()["data"]
     print("largest differences of the probes:", found)
-    assert max(found) < 1e-5  # of the probe, against the learner's merged model
+    assert max(found) < 1e-4  # of the probe, against the learner's merged model
     assert [card["id"][:7] for card in cards if card["parent"]][-1] == "v000001"
 
 
