@@ -131,6 +131,8 @@ def _lines(episode: Episode, *, full: bool) -> Iterator[str]:
             if pair.turn == number:
                 action = pair.chosen_text if full else _short(pair.chosen_text)
                 yield typer.style(f">> {', '.join(pair.teachers)} would rather: {action}", fg="green")
+                for said in pair.others:
+                    yield typer.style(f">> another said: {said if full else _short(said)}", dim=True)
     yield ""
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from hintloop.replay.vector import Vector
 
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
 NOT_SAMPLED = -1
 """Policy version of a token that no policy sampled (prompt, tool output)."""
 
@@ -100,7 +100,11 @@ class PreferencePair:
     verified: bool
     """The chosen action was executed and made no tool error."""
     teachers: tuple[str, ...]
+    """Those that gave the chosen action."""
     cost_usd: float = 0.0
+    """Of the answers of all."""
+    others: tuple[str, ...] = ()
+    """What the others said, each as ``name: action``."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -174,5 +174,19 @@ def _list_reward_parts(table: pa.Table) -> pa.Table:
     return table.set_column(at, field, pa.chunked_array(chunks, field.type))
 
 
-UPGRADES: dict[int, Callable[[pa.Table], pa.Table]] = {1: _list_reward_parts}
+def _say_nothing_of_others(table: pa.Table) -> pa.Table:
+    """Version 2 kept of a pair only what the agreeing teachers said."""
+    at = SCHEMA.get_field_index("pairs")
+    field = SCHEMA.field(at)
+    chunks = []
+    for chunk in table["pairs"].chunks:
+        pairs = chunk.values
+        nothing = pa.array([[]] * len(pairs), pa.list_(pa.string()))
+        columns = [pairs.field(index) for index in range(pairs.type.num_fields)]
+        made = pa.StructArray.from_arrays([*columns, nothing], fields=list(field.type.value_type))
+        chunks.append(pa.ListArray.from_arrays(chunk.offsets, made))
+    return table.set_column(at, field, pa.chunked_array(chunks, field.type))
+
+
+UPGRADES: dict[int, Callable[[pa.Table], pa.Table]] = {1: _list_reward_parts, 2: _say_nothing_of_others}
 """By schema version: what makes a table of it one of the next version."""

@@ -67,6 +67,7 @@ _PAIR = pa.struct(
         ("verified", pa.bool_()),
         ("teachers", pa.list_(pa.string())),
         ("cost_usd", pa.float64()),
+        ("others", pa.list_(pa.string())),
     ]
 )
 _PART = pa.struct([("name", pa.string()), ("value", pa.float64())])

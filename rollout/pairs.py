@@ -65,6 +65,15 @@ def agree(answers: Sequence[TeacherAnswer], threshold: int) -> Agreement | None:
     return Agreement(best[0].calls, tuple(answer.teacher for answer in best))
 
 
+def said_otherwise(answers: Sequence[TeacherAnswer], agreed: Agreement) -> tuple[str, ...]:
+    """What the teachers said who did not agree, each as ``name: action``."""
+    return tuple(
+        f"{answer.teacher}: {canonical_turn(answer.calls) if answer.calls else 'no answer'}"
+        for answer in answers
+        if answer.teacher not in agreed.teachers
+    )
+
+
 def judge(
     answers: Sequence[TeacherAnswer], own: Sequence[ToolCall], threshold: int, counts: PairCounts
 ) -> Agreement | None:
@@ -105,6 +114,7 @@ def make_pair(
         verified=verified,
         teachers=agreed.teachers,
         cost_usd=sum(answer.cost_usd for answer in answers),
+        others=said_otherwise(answers, agreed),
     )
 
 

@@ -26,7 +26,7 @@ from hintloop.rollout.answer_cache import AnswerCache, cache_key
 from hintloop.rollout.asking import AskRule
 from hintloop.rollout.chat_api import chat_url, read_calls
 from hintloop.rollout.config import TeachersConfig, TeacherSpec
-from hintloop.rollout.pairs import Agreement, canonical_turn, judge
+from hintloop.rollout.pairs import Agreement, canonical_turn, judge, said_otherwise
 from hintloop.rollout.recording import CountTokens, Recording, State, cut_history
 from hintloop.rollout.teachers import Bill, TeacherAnswer, question, worst_case_usd
 from hintloop.rollout.teaching import Asking
@@ -274,6 +274,7 @@ def _pair(one: _Question, answers: Sequence[TeacherAnswer], agreed: Agreement) -
         verified=False,
         teachers=agreed.teachers,
         cost_usd=sum(answer.cost_usd for answer in answers),
+        others=said_otherwise(answers, agreed),
     )
 
 

@@ -188,7 +188,9 @@ def _choice(turn: Turn, pair: PreferencePair) -> Choice:
         chosen=chosen,
         rejected=rejected,
         teachers=name(", ".join(pair.teachers)) or "a teacher",
-        facts=f"{pair.agreed} of {pair.asked} asked gave this action{cost}",
+        facts="; ".join(
+            (f"{pair.agreed} of {pair.asked} asked gave this action{cost}", *map(_without_tags, pair.others))
+        ),
         verified=pair.verified,
     )
 

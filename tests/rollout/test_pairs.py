@@ -139,10 +139,11 @@ def test_what_the_agent_did_itself_is_no_pair(make_player: Any, world: Any) -> N
     assert (pairs, counts.same) == ((), 1)
 
 
-def test_a_pair_keeps_what_all_answers_to_its_question_cost(make_player: Any, world: Any) -> None:
+def test_a_pair_keeps_who_said_what_and_what_all_answers_cost(make_player: Any, world: Any) -> None:
     experts: dict[str, Expert] = {"a": lambda m: GOOD, "b": lambda m: SUBMIT, "c": lambda m: None}
     _, (pair,), counts, _ = play(make_player(), world(), experts, usd=1.0)
     assert (pair.asked, pair.agreed, pair.teachers) == (3, 1, ("a",))
+    assert pair.others == ("b: submit {}", "c: no answer")
     assert pair.cost_usd > 0
     assert pair.cost_usd == pytest.approx(counts.cost_usd)
     assert counts.snapshot()["pairs_per_usd"] == pytest.approx(1 / pair.cost_usd, rel=1e-3)
