@@ -78,7 +78,6 @@ TIERS: dict[str, Callable[[], str | None]] = {
     "slow": _lacks_time,
 }
 """Marker -> what is missing, or None."""
-LONG_TIERS = ("compose", "vllm", "slow")
 
 
 def _required() -> set[str]:
@@ -91,9 +90,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Files with long tests first, so that none is left alone at the end while other workers have nothing to do."""
-    long = {item.path for item in items if any(item.get_closest_marker(name) for name in LONG_TIERS)}
-    items.sort(key=lambda item: item.path not in long)
+    """The longest files first, so that none is left alone at the end while other workers have nothing to do."""
+    items.sort(key=lambda item: "e2e" not in item.path.parts and item.get_closest_marker("vllm") is None)
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
