@@ -53,21 +53,32 @@ ADAPTER_ENV = {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"}
 POLL_S = 0.2
 SILENT_S = 120.0
 """How long a server that was ready may not answer: one whose engine is dead may hang instead of ending."""
+START_S = 3600.0
+"""How long a server may take to come up."""
 PAUSE_S = 2.0
-"""Before it is started again."""
+"""Before it is started again; each time that it did not come up, twice as long."""
+STARTS = 6
+"""Starts in a row without an answer after which a server that was up is given up: what one that was killed leaves,
+memory of a GPU or a port, may be free only after a while."""
 STOP_S = 30.0
 """How long vLLM may take to end when it is told to."""
 _PR_SET_PDEATHSIG = 1
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Serve until SIGTERM or SIGINT; the exit status, which is vLLM's when it never came up."""
+    """Serve until SIGTERM or SIGINT; the exit status, which is vLLM's when it does not come up."""
     parser = argparse.ArgumentParser(prog="python -m hintloop.rollout.vllm_server", allow_abbrev=False)
     parser.add_argument("model", help="folder or name of the model that the run starts from")
     parser.add_argument("--host", default="127.0.0.1", help="it obeys whoever reaches it: no public address")
     parser.add_argument("--port", type=int, default=8000)
     parser.add_argument(
         "--lora-rank", type=int, default=0, help="rank of the adapters that it takes; 0: none"
+    )
+    parser.add_argument(
+        "--start-timeout",
+        type=float,
+        default=START_S,
+        help="seconds until it must be ready (default: %(default)g)",
     )
     ours, more = parser.parse_known_args(arguments)
     url = f"http://{ours.host}:{ours.port}"
@@ -80,7 +91,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     words = [*command(ours.model, on_cpu=on_cpu, lora_rank=ours.lora_rank), *address, *more]
     env = {**ENV, **(CPU_ENV if on_cpu else {}), **os.environ, "VLLM_SERVER_DEV_MODE": "1"}
     env |= ADAPTER_ENV if ours.lora_rank else {}
-    return keep_up(partial(start, words, env), partial(answers, url), name=url)
+    return keep_up(partial(start, words, env), partial(answers, url), name=url, start_s=ours.start_timeout)
 
 
 def command(model: str, *, on_cpu: bool, lora_rank: int = 0) -> list[str]:
@@ -134,9 +145,18 @@ def answers(url: str) -> bool:
         return False
 
 
-def keep_up(start: Callable[[], subprocess.Popen[bytes]], answers: Callable[[], bool], *, name: str) -> int:
-    """Run a server until a signal says stop; 0 then, and its own status if it ended before it ever answered."""
-    stop = threading.Event()
+def keep_up(
+    start: Callable[[], subprocess.Popen[bytes]],
+    answers: Callable[[], bool],
+    *,
+    name: str,
+    start_s: float = START_S,
+) -> int:
+    """Run a server until a signal says stop; 0 then, and its own status if it does not come up.
+
+    One that never was ready is not tried again, and one that was, ``VAIN_STARTS`` times in a row.
+    """
+    stop, vain, tries = threading.Event(), 0, 1
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: stop.set())
     while True:
@@ -144,21 +164,24 @@ def keep_up(start: Callable[[], subprocess.Popen[bytes]], answers: Callable[[], 
         while not _ended(process) and not stop.wait(POLL_S):
             if ready and time.monotonic() - heard < SILENT_S / 4:
                 continue
+            limit = SILENT_S if ready else start_s
             if answers():
                 if not ready:
                     _say(f"{name} is ready")
-                ready, heard = True, time.monotonic()
-            elif ready and time.monotonic() - heard > SILENT_S:
-                _say(f"{name} has not answered for {SILENT_S:g} s")
+                ready, vain, tries, heard = True, 0, VAIN_STARTS, time.monotonic()
+            elif time.monotonic() - heard > limit:
+                _say(f"{name} has not answered for {limit:g} s")
                 break
         code = _end(process)
         if stop.is_set():
             return 0
         if not ready:
-            _say(f"{name} did not come up (exit status {code})")
-            return code or 1
+            vain += 1
+            if vain >= tries:
+                _say(f"{name} did not come up (exit status {code})")
+                return code or 1
         _say(f"{name} ended (exit status {code}) and is started again")
-        stop.wait(PAUSE_S)
+        stop.wait(min(LAST_PAUSE_S, PAUSE_S * 2**vain))
 
 
 def _ended(process: subprocess.Popen[bytes]) -> bool:
