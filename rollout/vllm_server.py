@@ -152,36 +152,50 @@ def keep_up(
     name: str,
     start_s: float = START_S,
 ) -> int:
-    """Run a server until a signal says stop; 0 then, and its own status if it does not come up.
+    """Run a server until a signal says stop; 0 then.
 
-    One that never was ready is not tried again, and one that was, ``VAIN_STARTS`` times in a row.
+    Its own status when it does not come up (each time within ``start_s``), or not any more.
     """
-    stop, vain, tries = threading.Event(), 0, 1
+    stop = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: stop.set())
+    was_up, fruitless = False, 0
     while True:
-        process, ready, heard = start(), False, time.monotonic()
-        while not _ended(process) and not stop.wait(POLL_S):
-            if ready and time.monotonic() - heard < SILENT_S / 4:
-                continue
-            limit = SILENT_S if ready else start_s
-            if answers():
-                if not ready:
-                    _say(f"{name} is ready")
-                ready, vain, tries, heard = True, 0, VAIN_STARTS, time.monotonic()
-            elif time.monotonic() - heard > limit:
-                _say(f"{name} has not answered for {limit:g} s")
-                break
+        process = start()
+        ready = _watch(process, answers, stop, name, start_s)
         code = _end(process)
         if stop.is_set():
             return 0
-        if not ready:
-            vain += 1
-            if vain >= tries:
-                _say(f"{name} did not come up (exit status {code})")
-                return code or 1
-        _say(f"{name} ended (exit status {code}) and is started again")
-        stop.wait(min(LAST_PAUSE_S, PAUSE_S * 2**vain))
+        was_up, fruitless = was_up or ready, 0 if ready else fruitless + 1
+        what = "ended" if ready else "did not come up"
+        if not was_up or fruitless == STARTS:
+            _say(f"{name} {what} (exit status {code})")
+            return code or 1
+        _say(f"{name} {what} (exit status {code}) and is started again")
+        stop.wait(PAUSE_S * 2**fruitless)
+
+
+def _watch(
+    process: subprocess.Popen[bytes],
+    answers: Callable[[], bool],
+    stop: threading.Event,
+    name: str,
+    start_s: float,
+) -> bool:
+    """Wait until a server ends, has to, or hangs; whether it was ready."""
+    ready, heard = False, time.monotonic()
+    while not _ended(process) and not stop.wait(POLL_S):
+        silent_s, limit_s = time.monotonic() - heard, SILENT_S if ready else start_s
+        if ready and silent_s < SILENT_S / 4:
+            continue
+        if answers():
+            if not ready:
+                _say(f"{name} is ready")
+            ready, heard = True, time.monotonic()
+        elif silent_s > limit_s:
+            _say(f"{name} has not answered for {limit_s:g} s")
+            break
+    return ready
 
 
 def _ended(process: subprocess.Popen[bytes]) -> bool:
