@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
 import os
 import threading
@@ -205,10 +206,17 @@ def write_json(path: Path, data: dict[str, Any]) -> None:
 
 
 def append_line(path: Path, data: dict[str, Any]) -> None:
-    """Append one JSON line in one write."""
+    """Append one JSON line, whole or not at all. Raises ``OSError``."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("a") as file:
-        file.write(json.dumps(data) + "\n")
+    line = json.dumps(data).encode() + b"\n"
+    with path.open("ab", buffering=0) as file:
+        size = file.tell()
+        try:
+            if file.write(line) < len(line):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+        except OSError:
+            file.truncate(size)
+            raise
 
 
 def _count(counter: Counter[str], name: str, by: int) -> None:

@@ -71,3 +71,19 @@ def test_rollout_plays_with_the_program_that_the_option_names(
     assert len(episodes) >= 2
     assert {episode.task_id for episode in episodes} <= set(played.read_text().split())
     assert all(sum(episode.loss_mask) and episode.reward is not None for episode in episodes)
+
+
+def test_a_log_for_which_there_is_no_room_costs_nobody_anything() -> None:
+    code = """
+import structlog
+from hintloop.cli.parts import _log_to_stderr
+_log_to_stderr()
+structlog.get_logger().warning("a_disk_is_full")
+print("goes on")
+"""
+    with Path("/dev/full").open("w") as full:
+        command = [sys.executable, "-c", code]
+        done = subprocess.run(
+            command, stderr=full, stdout=subprocess.PIPE, text=True, timeout=LIMIT_S, check=False
+        )
+    assert (done.returncode, done.stdout) == (0, "goes on\n")

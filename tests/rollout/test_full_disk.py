@@ -18,7 +18,7 @@ import pytest
 from hintloop.replay.weights import WeightStore
 from hintloop.rollout.evaluate import Evaluation
 from hintloop.rollout.failures import Part
-from hintloop.rollout.status import Board, StatusFile
+from hintloop.rollout.status import Board, StatusFile, append_line
 from hintloop.rollout.vllm_extension import Fetcher, fetch
 from hintloop.rollout.weights import next_version
 
@@ -110,6 +110,15 @@ def test_the_status_stays_as_it_was_and_is_written_again(tmp_path: Path) -> None
     status.write()
     assert json.loads(path.read_text())["state"] == "playing on a full disk"
     assert [each.name for each in tmp_path.iterdir()] == ["rollout.json"]
+
+
+def test_a_line_for_which_there_is_no_room_leaves_no_part_of_it(tmp_path: Path) -> None:
+    path = tmp_path / "lines.jsonl"
+    append_line(path, {"fits": "a" * (ROOM - 100)})
+    with full(), pytest.raises(OSError, match=r"File too large|No space left"):
+        append_line(path, {"does not": "b" * 200})
+    append_line(path, {"later": 1})
+    assert [list(json.loads(line)) for line in path.read_text().splitlines()] == [["fits"], ["later"]]
 
 
 def test_the_row_of_an_evaluation_is_kept_until_it_can_be_written(
