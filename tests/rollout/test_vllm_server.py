@@ -47,17 +47,6 @@ if len(pids) in {places}:
     {what}
 """
 """Before ``FAKE``: what the starts at ``places`` do."""
-
-
-FAILS_AGAIN = """
-import os, sys
-before = len(open(sys.argv[2]).readlines()) if os.path.exists(sys.argv[2]) else 0
-if before in {failing}:
-    open(sys.argv[2], "a").write("0 0\\n")
-    sys.exit(7)
-"""
-"""Does not come up at some of its starts."""
-
 DEADLINE_S = 120.0
 
 
