@@ -63,7 +63,9 @@ def play(
             asking=asking,
         )
         playing = asyncio.create_task(manager.run(done or set()))
-        while pacer.journalled < allowed and not playing.done():  # noqa: ASYNC110 - nothing announces it
+        while not playing.done():
+            if pacer.journalled == allowed and "waiting for the learner" in board.state:
+                break
             await asyncio.sleep(0.005)
         if not playing.done():
             playing.cancel()

@@ -14,7 +14,7 @@ from ..kinds import KINDS, open_or_skip
 from .tasks import ASSERTIONS, ENDED_LOOPS, FUNCTION, REPOSITORY
 
 
-@pytest.fixture(scope="module", autouse=True)
+@pytest.fixture(scope="session", autouse=True)
 def _registered() -> None:
     for task in (FUNCTION, ASSERTIONS, REPOSITORY, ENDED_LOOPS):
         register_task(task)
