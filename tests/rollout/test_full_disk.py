@@ -6,10 +6,8 @@ No file may grow beyond a size meanwhile, which fails as a full disk does: in th
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
-import resource
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,21 +20,12 @@ from hintloop.rollout.status import Board, StatusFile, append_line
 from hintloop.rollout.vllm_extension import Fetcher, fetch
 from hintloop.rollout.weights import next_version
 
+from .full_disk import full_disk
 from .world import until
 
 ROOM, MUCH = 16 << 10, 64 << 10
 """Bytes that fit into a file while the disk is full, and more than that."""
 DEADLINE_S = 60.0
-
-
-@contextlib.contextmanager
-def full() -> Iterator[None]:
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (ROOM, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 def publish(folder: Path) -> WeightStore:
@@ -64,7 +53,7 @@ def test_weights_are_fetched_when_there_is_room_for_them(tmp_path: Path, whole: 
             on_failure=heard.append,
         )
         async with asyncio.timeout(DEADLINE_S):
-            with full():
+            with full_disk(ROOM):
                 fetching = asyncio.create_task(following)
                 await until(lambda: len(heard) >= 2 or fetching.done())
             return (await fetching).folder
@@ -86,7 +75,7 @@ def test_a_server_that_could_not_fetch_says_why_and_can_be_asked_again(tmp_path:
             await until(lambda: fetcher.status()["state"] != "fetching")
         return fetcher.status()
 
-    with full():
+    with full_disk(ROOM):
         failed = asyncio.run(ask())
     assert failed["state"] == "failed"
     assert "File too large" in failed["error"]
@@ -103,7 +92,7 @@ def test_the_status_stays_as_it_was_and_is_written_again(tmp_path: Path) -> None
     board.say("playing")
     status.write()
     board.details["note"] = lambda: "n" * MUCH
-    with full():
+    with full_disk(ROOM):
         board.say("playing on a full disk")
         status.write()
     assert json.loads(path.read_text())["state"] == "playing"
@@ -115,7 +104,7 @@ def test_the_status_stays_as_it_was_and_is_written_again(tmp_path: Path) -> None
 def test_a_line_for_which_there_is_no_room_leaves_no_part_of_it(tmp_path: Path) -> None:
     path = tmp_path / "lines.jsonl"
     append_line(path, {"fits": "a" * (ROOM - 100)})
-    with full(), pytest.raises(OSError, match=r"File too large|No space left"):
+    with full_disk(ROOM), pytest.raises(OSError, match=r"File too large|No space left"):
         append_line(path, {"does not": "b" * 200})
     append_line(path, {"later": 1})
     assert [list(json.loads(line)) for line in path.read_text().splitlines()] == [["fits"], ["later"]]
@@ -139,7 +128,7 @@ def test_the_row_of_an_evaluation_is_kept_until_it_can_be_written(
 
     async def run() -> list[dict[str, Any]]:
         async with asyncio.timeout(DEADLINE_S):
-            with full():
+            with full_disk(ROOM):
                 running = evaluation.run("after", 3, 1, make_player(), world().session, lambda said: None)
                 measuring = asyncio.create_task(running)
                 await until(lambda: len(heard) >= 2 or measuring.done())

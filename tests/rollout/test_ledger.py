@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-import resource
 import shutil
 import signal
 import subprocess
@@ -22,6 +21,8 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invaria
 
 from hintloop.rollout import ledger as module
 from hintloop.rollout.ledger import NANO, Ledger, LedgerFailed, OverBudget, Reservation
+
+from .full_disk import full_disk
 
 CAP, EPISODE_CAP = 10.0, 4.0
 MEMORY = "/dev/shm" if Path("/dev/shm").is_dir() else None
@@ -184,17 +185,6 @@ def test_only_the_newest_episodes_are_remembered(path: Path, monkeypatch: pytest
     with pytest.raises(OverBudget):
         ledger.reserve("c", 1.0)
     assert ledger.spent_usd == 3.0
-
-
-@contextmanager
-def full_disk(room: int) -> Iterator[None]:
-    """No file of this process grows beyond ``room`` bytes meanwhile."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (room, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 @pytest.mark.parametrize("room", [0, 5, 30])
