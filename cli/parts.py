@@ -292,7 +292,9 @@ def learn(
         start = prepare_student(settings.student, own.student)
     else:
         start = find_model(settings.student.model)
-    from hintloop.learner.run import run_learner  # takes seconds; not before the input is known to be good
+    # These take seconds: not before the input is known to be good.
+    from hintloop.learner.ranks import leave_process_group
+    from hintloop.learner.run import run_learner
 
     summary = run_learner(
         start,
@@ -303,6 +305,7 @@ def learn(
         follow=follow,
         replicas=several,
     )
+    leave_process_group()
     if not leads:
         return
     if as_json:

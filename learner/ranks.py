@@ -6,6 +6,7 @@ them, each on its share of the micro-batches. Messages go over the launcher's ow
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 import time
@@ -191,3 +192,14 @@ def follow_leader(ranks: Ranks, student: Path, config: LearnerConfig) -> Any:
     if ranks.begins(trained):
         trainer.train()
     return ranks.result()
+
+
+def leave_process_group() -> None:
+    """To be called by each of several processes when it is done.
+
+    A group's threads let go of the tensors of its last messages; one that still does so while Python shuts down aborts
+    the process. What a trainer leaves behind keeps the group and its threads, in cycles, until these are collected.
+    """
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+        gc.collect()

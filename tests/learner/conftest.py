@@ -6,6 +6,7 @@ import gc
 from collections.abc import Iterator
 
 import pytest
+import torch
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -15,3 +16,12 @@ def no_search_through_the_libraries() -> Iterator[None]:
     gc.freeze()
     yield
     gc.unfreeze()
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """As the processes have it that a result is compared with: sums in another order differ, and Adam magnifies it."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)

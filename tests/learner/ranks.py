@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 
+from hintloop.learner.ranks import leave_process_group
+
 from .factory import make_groups, tiny_model, uneven_groups
 from .training import train
 
@@ -26,8 +28,7 @@ def main(out: Path, cases: list[str]) -> None:
     results = {case: steps(case, out.parent / "trainer") for case in cases}
     if int(os.environ.get("RANK", "0")) == 0:
         torch.save(results, out)
-    if torch.distributed.is_initialized():
-        torch.distributed.destroy_process_group()
+    leave_process_group()
 
 
 def steps(case: str, folder: Path) -> dict[str, Any]:

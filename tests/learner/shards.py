@@ -11,6 +11,7 @@ import torch
 
 from hintloop.learner.config import LearnerConfig
 from hintloop.learner.lora import add_lora
+from hintloop.learner.ranks import leave_process_group
 from hintloop.learner.sharding import is_sharded, shard, whole
 
 from .factory import tiny_model, uneven_groups
@@ -31,7 +32,7 @@ def main(out: Path, cases: list[str]) -> None:
     torch.set_num_threads(1)
     results = {case: steps(case, out / "trainer", sharded=True) for case in cases}
     torch.save(results, out / f"{os.environ['RANK']}.pt")
-    torch.distributed.destroy_process_group()
+    leave_process_group()
 
 
 def steps(case: str, folder: Path, *, sharded: bool = False) -> dict[str, Any]:

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -20,30 +17,12 @@ from hintloop.learner.run import run_learner
 from hintloop.replay.journal import Journal
 
 from .factory import make_groups
+from .processes import TESTS, launch
 from .ranks import CASES, steps
 
-TESTS = Path(__file__).parents[1]
-DEADLINE_S = 900
 
-
-def launch(*words: str, cwd: Path) -> str:
-    """Two processes of a module by ``torchrun``; what they print."""
-    launcher = ["torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "--"]
-    done = subprocess.run(
-        [sys.executable, "-m", *launcher, *words],
-        cwd=cwd,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "1"},
-        capture_output=True,
-        text=True,
-        timeout=DEADLINE_S,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    return done.stdout
-
-
-def test_two_processes_make_the_step_of_one(tmp_path: Path) -> None:
-    launch("learner.ranks", str(tmp_path / "two.pt"), *CASES, cwd=TESTS)
+def test_two_processes_make_the_step_of_one(tmp_path: Path, one_thread: None) -> None:
+    launch("learner.ranks", str(tmp_path / "two.pt"), *CASES, folder=TESTS)
     both = torch.load(tmp_path / "two.pt", weights_only=True)
     for case in CASES:
         one, two = steps(case, tmp_path / "trainer"), both[case]
@@ -79,7 +58,9 @@ def test_a_launched_learner_makes_the_steps_of_one_process_and_goes_on_in_anothe
     if replicas:
         words += [f"replicas.{key}={value}" for key, value in replicas.model_dump(exclude_unset=True).items()]
     learn = ["hintloop.cli.main", "learn", "--run", "two", "--journal", "journal", "--json"]
-    summary = json.loads(launch(*learn, *(each for word in words for each in ("--set", word)), cwd=tmp_path))
+    summary = json.loads(
+        launch(*learn, *(each for word in words for each in ("--set", word)), folder=tmp_path)
+    )
     assert (summary["step"], summary["reason"]) == (2, "steps")
     two, one = Path(summary["folder"]), Path("one")
     for folder, rounds in ((two, "rounds"), (one, "other-rounds")):

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -19,30 +16,15 @@ from hintloop.learner.run import run_learner
 from hintloop.replay.journal import Journal
 
 from .factory import make_groups, save_student
+from .processes import TESTS, launch
 from .shards import CASES, steps
 
-DEADLINE_S = 900
 
-
-def launch(module: str, *words: str, folder: Path) -> str:
-    """Two processes by ``torchrun``; what they print."""
-    launcher = ["torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "--"]
-    done = subprocess.run(
-        [sys.executable, "-m", *launcher, module, *words],
-        cwd=folder,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "1"},
-        capture_output=True,
-        text=True,
-        timeout=DEADLINE_S,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    return done.stdout
-
-
-def test_processes_with_half_of_the_model_each_make_the_steps_of_one(tmp_path: Path) -> None:
+def test_processes_with_half_of_the_model_each_make_the_steps_of_one(
+    tmp_path: Path, one_thread: None
+) -> None:
     """On uneven micro-batches: what one of the processes lacks, the other has."""
-    launch("learner.shards", str(tmp_path), *CASES, folder=Path(__file__).parents[1])
+    launch("learner.shards", str(tmp_path), *CASES, folder=TESTS)
     both = [torch.load(tmp_path / f"{rank}.pt", weights_only=True) for rank in range(2)]
     for case in CASES:
         one = steps(case, tmp_path / "trainer")

@@ -228,6 +228,7 @@ def test_a_version_that_no_server_reproduces_ends_the_run(world: World) -> None:
     async def run() -> None:
         plan = planned(Fault(kind="stale_load", skip=1, times=0))
         async with world.pool(plan, plan) as pool:
+            await all_ready(pool, 0)
             world.publish(1)
             with pytest.raises(WeightsRefused, match="version 1: the engine's log-probabilities differ"):
                 await pool.load_weights(world.fetched(1), 1)
