@@ -11,11 +11,18 @@ from typing import Any
 from renderers import ToolCallParseStatus
 
 from hintloop.agent.conversation import Message
-from hintloop.agent.engine import Sample
+from hintloop.agent.engine import NEUTRAL, Sample
 from hintloop.envs.models import ToolCall
 
 Key = tuple[str, str, str]
 """Role, text and calls of a message: equal for two that say the same."""
+_SHAPING: dict[str, tuple[Any, ...]] = {
+    **{name: (None, value) for name, value in NEUTRAL.items()},
+    "top_k": (None, 0, -1),
+    "temperature": (None,),
+    "logit_bias": (None, {}),
+}
+"""What a request may ask for that changes which tokens are likely, and the values that change nothing."""
 _READABLE = (ToolCallParseStatus.OK, ToolCallParseStatus.UNKNOWN_TOOL)
 
 
@@ -32,6 +39,8 @@ class ChatRequest:
     """Function specs: ``name``, ``description``, ``parameters``."""
     max_tokens: int | None
     """The longest answer that is wanted; None: no wish."""
+    sampling: Mapping[str, Any]
+    """Settings that would shape the probabilities otherwise than a run does, by name; a temperature is always here."""
     token_ids: bool
     """Whether ids and log-probabilities are wanted in the answer, as from vLLM."""
 
@@ -65,6 +74,7 @@ def read_request(body: Mapping[str, Any]) -> ChatRequest:
         keys=tuple(key_of(message) for message in messages),
         tools=tuple(_read_tool(tool) for tool in body.get("tools") or ()),
         max_tokens=longest if isinstance(longest, int) and longest > 0 else None,
+        sampling={name: body[name] for name, neutral in _SHAPING.items() if body.get(name) not in neutral},
         token_ids=body.get("return_token_ids") is True,
     )
 

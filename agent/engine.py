@@ -6,12 +6,22 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+NEUTRAL = {
+    "top_p": 1.0,
+    "top_k": 0,
+    "min_p": 0.0,
+    "presence_penalty": 0.0,
+    "frequency_penalty": 0.0,
+    "repetition_penalty": 1.0,
+}
+"""Settings of inference servers that would cut off or shift probabilities, all switched off."""
+
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
     """How to sample. Temperature 0 is greedy; the recorded log-probs are then of the untempered model.
 
-    There is no top-p, top-k or penalty: each would bias the ratio between the policy and what it sampled.
+    There is no top-p, top-k or penalty (``NEUTRAL``): each would bias the ratio between the policy and what it sampled.
     """
 
     temperature: float = 1.0

@@ -40,6 +40,8 @@ class ExternalPlayer(Player):
     """A shell command line."""
     idle_s: float = 120.0
     """Time that the program may take for itself in one episode, waiting for model and sandbox not counted."""
+    refuse_sampling: bool = False
+    """Whether questions with sampling settings of their own are refused, instead of answered with the run's."""
     desk: Desk | None = None
     bin_folder: Path = Path()
     """Goes in front of the program's search path."""
@@ -53,7 +55,16 @@ class ExternalPlayer(Player):
         keep: Keeper | None,
     ) -> Played:
         opened = await env.reset(task_id=spec.task_id, episode_id=spec.episode_id)
-        visit = Visit(self, env, spec, task_of(opened.observation), sampling, observe, keep)
+        visit = Visit(
+            self,
+            env,
+            spec,
+            task_of(opened.observation),
+            sampling,
+            observe,
+            keep,
+            refuse_sampling=self.refuse_sampling,
+        )
         try:
             problem = await self._run(visit)
             asked = visit.num_answers > 0 or visit.lost is not None
@@ -94,17 +105,22 @@ class ExternalPlayer(Player):
 
 
 @contextlib.asynccontextmanager
-async def open_player(player: Player, command: str | None, *, idle_s: float) -> AsyncIterator[Player]:
+async def open_player(
+    player: Player, command: str | None, *, idle_s: float, refuse_sampling: bool = False
+) -> AsyncIterator[Player]:
     """``player`` itself without a ``command``, else one whose agent is that program."""
     if command is None:
         yield player
     else:
-        async with open_external(player, command, idle_s=idle_s) as external:
+        opened = open_external(player, command, idle_s=idle_s, refuse_sampling=refuse_sampling)
+        async with opened as external:
             yield external
 
 
 @contextlib.asynccontextmanager
-async def open_external(player: Player, command: str, *, idle_s: float) -> AsyncIterator[ExternalPlayer]:
+async def open_external(
+    player: Player, command: str, *, idle_s: float, refuse_sampling: bool = False
+) -> AsyncIterator[ExternalPlayer]:
     """A player whose agent is the program ``command``, with the model and all else of ``player``."""
     desk = Desk(player.model)
     with program.commands() as folder:
@@ -118,6 +134,7 @@ async def open_external(player: Player, command: str, *, idle_s: float) -> Async
                 hint_role=player.hint_role,
                 command=command,
                 idle_s=idle_s,
+                refuse_sampling=refuse_sampling,
                 desk=desk,
                 bin_folder=folder,
             )

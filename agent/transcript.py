@@ -62,6 +62,8 @@ class EpisodeNotes:
     """Errors of the agent that got no hint site, by reason."""
     render_failures: int = 0
     """1 when the chat template could not append a tool result, which ended the episode as truncated."""
+    overridden: Counter[str] = field(default_factory=Counter)
+    """Questions of an agent program with a sampling setting that was not applied, by its name."""
 
 
 class Transcript:

@@ -66,8 +66,14 @@ class Visit:
         sampling: Sampling,
         observe: Observer | None,
         keep: Keeper | None,
+        *,
+        refuse_sampling: bool,
     ):
-        """``player.chat`` must take user messages in mid-conversation, see ``policy.retaining``."""
+        """``player.chat`` must take user messages in mid-conversation, see ``policy.retaining``.
+
+        ``refuse_sampling``: a question with sampling settings other than ``sampling`` is refused, and not answered with
+        these.
+        """
         self.task = task
         self.lost: Exception | None = None
         """Why the episode cannot be scored."""
@@ -79,12 +85,14 @@ class Visit:
         self._sampling = sampling
         self._observe = observe
         self._keep = keep
+        self._refuse_sampling = refuse_sampling
         self._lines = Lines(player.chat, spec, task)
         self._told: list[Answer] = []
         """What the observer knows; the line that becomes the episode has all of these."""
         self._final: Stepped | None = None
         self._steps = 0
         self._unowned: Counter[str] = Counter()
+        self._overridden: Counter[str] = Counter()
         self._model, self._sandbox = asyncio.Lock(), asyncio.Lock()
         self._tasks: dict[asyncio.Task[Any], asyncio.Lock] = {}
         self._busy_since, self._busy_s = 0.0, 0.0
@@ -212,7 +220,19 @@ class Visit:
 
     def _find(self, body: Mapping[str, Any]) -> tuple[ChatRequest, Line, TurnEvent | None]:
         request = read_request(body)
+        self._settle(request.sampling)
         return request, *self._lines.find(request)
+
+    def _settle(self, asked: Mapping[str, Any]) -> None:
+        """Refuse or count what is asked for beside the run's own sampling. ``ValueError`` to refuse it."""
+        own = self._sampling.temperature
+        others = [name for name, value in asked.items() if name != "temperature" or value != own]
+        if others and self._refuse_sampling:
+            raise ValueError(
+                f"{', '.join(others)}: the recorded probabilities hold for temperature {own:g} and nothing else; "
+                "leave such settings out"
+            )
+        self._overridden.update(others)
 
     def _tell(self, line: Line, ended: TurnEvent | None) -> None:
         """Tell the observer of a line's last turn, if it has calls and comes after all that was told before."""
@@ -285,7 +305,8 @@ class Visit:
             error.cause is Cause.MODEL for error in lost
         )
         dropped["the call was not the model's"] += self._unowned.total()
-        return replace(played, notes=replace(notes, dropped_sites=+dropped))
+        notes = replace(notes, dropped_sites=+dropped, overridden=self._overridden)
+        return replace(played, notes=notes)
 
 
 async def _beside(size: int, work: Callable[[], T]) -> T:

@@ -76,7 +76,13 @@ async def _evaluate(
         hint_role=rollout.hint_role,
     )
     try:
-        async with open_player(player, rollout.agent, idle_s=rollout.agent_timeout_s) as playing:
+        opened = open_player(
+            player,
+            rollout.agent,
+            idle_s=rollout.agent_timeout_s,
+            refuse_sampling=rollout.agent_sampling == "refuse",
+        )
+        async with opened as playing:
             return await evaluation.run(
                 "alone", 0, settings.num_tasks, playing, pool.session, lambda progress: None
             )

@@ -35,6 +35,7 @@ _BY_NAME = {
     "failures": "failures by part",
     "tool_errors": "tool errors",
     "dropped_sites": "hint sites dropped",
+    "sampling_overridden": "agent programs' sampling settings not applied",
 }
 _TEACHERS = {
     "asked_turns": "turns that teachers were asked about",

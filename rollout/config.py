@@ -31,8 +31,9 @@ class RolloutConfig(_Settings):
     """Episodes of one task; their rewards are compared with each other."""
     groups_per_step: int = Field(default=8, ge=1)
     """Groups that the learner takes for one version; must be what the learner is told."""
-    max_staleness: int = Field(default=1, ge=0)
-    """How many versions behind the learner an episode's first weights may be; 0 is synchronous."""
+    max_staleness: int = Field(default=2, ge=0)
+    """How many versions behind the learner an episode's first weights may be; 0 is synchronous. With 1, the learner
+    waits whenever the slowest episode takes longer than a step."""
     episodes_in_flight: int = Field(default=64, ge=1)
     """Episodes played at the same time at most."""
     temperature: float = Field(default=1.0, gt=0)
@@ -50,6 +51,9 @@ class RolloutConfig(_Settings):
     """Command line of a program that is the agent, run by a shell for each episode; None: the built-in agent."""
     agent_timeout_s: float = Field(default=120.0, gt=0)
     """Time that such a program may take in one episode beside waiting for the model and the sandbox."""
+    agent_sampling: Literal["override", "refuse"] = "override"
+    """What becomes of a program's questions with sampling settings of their own (temperature, top-p, top-k, penalties),
+    which would bias the learner's ratio: answered with the run's and counted, or refused with a message."""
     tries_per_episode: int = Field(default=3, ge=1)
     """Attempts at an episode that the infrastructure loses, before its group is dropped."""
     max_groups_lost: int = Field(default=8, ge=1)

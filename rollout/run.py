@@ -179,8 +179,12 @@ class _Run:
         cache = self.run_dir / "cache" / "weights"
         async with AsyncExitStack() as stack:
             first, agent, done = await self._start(stack, cache)
-            idle_s = self.config.agent_timeout_s
-            opened = open_player(self._player(agent), self.config.agent, idle_s=idle_s)
+            opened = open_player(
+                self._player(agent),
+                self.config.agent,
+                idle_s=self.config.agent_timeout_s,
+                refuse_sampling=self.config.agent_sampling == "refuse",
+            )
             player = await stack.enter_async_context(opened)
             asking = await open_asking(self.teachers, self.config.hint_writer, self.run_dir, stack)
             self._show(agent, asking)

@@ -58,6 +58,7 @@ class Board:
     pairs: int = 0
     dropped_sites: Counter[str] = field(default_factory=Counter)
     render_failures: int = 0
+    sampling_overridden: Counter[str] = field(default_factory=Counter)
     tool_errors: Counter[str] = field(default_factory=Counter)
     details: dict[str, Callable[[], Any]] = field(default_factory=dict)
     """Further entries by name, computed at each beat."""
@@ -90,6 +91,8 @@ class Board:
         self.render_failures += notes.render_failures
         for reason, count in notes.dropped_sites.items():
             _count(self.dropped_sites, reason, count)
+        for setting, count in notes.overridden.items():
+            _count(self.sampling_overridden, setting, count)
         for kind, count in notes.errors.items():
             _count(self.tool_errors, kind, count)
 
@@ -144,6 +147,7 @@ class Board:
             "pairs": self.pairs,
             "dropped_sites": dict(self.dropped_sites),
             "render_failures": self.render_failures,
+            "sampling_overridden": dict(self.sampling_overridden),
             "tool_errors": dict(self.tool_errors),
             **{name: read() for name, read in self.details.items()},
         }

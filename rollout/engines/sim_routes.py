@@ -22,11 +22,11 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
+from hintloop.agent.engine import NEUTRAL
 from hintloop.rollout.engines.sim import Answer, Ask, SimEngine
 from hintloop.rollout.engines.sim_model import SimModel
 from hintloop.rollout.engines.sim_plan import Fault, Plan
 from hintloop.rollout.engines.sim_worker import BACKEND, Refused
-from hintloop.rollout.engines.vllm import NEUTRAL
 from hintloop.rollout.vllm_server import ADAPTER_SLOTS, LOGPROBS_MODE
 
 MODEL = "sim"

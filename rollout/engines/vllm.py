@@ -15,7 +15,7 @@ from typing import Any
 
 import httpx
 
-from hintloop.agent.engine import EngineError, Sampling
+from hintloop.agent.engine import NEUTRAL, EngineError, Sampling
 from hintloop.rollout.engines.answer import (
     MAX_ERROR_CHARS,
     BadAnswer,
@@ -27,15 +27,6 @@ from hintloop.rollout.engines.answer import (
 from hintloop.rollout.vllm_server import LOGPROBS_MODE
 
 GENERATE = "/inference/v1/generate"
-NEUTRAL = {
-    "top_p": 1.0,
-    "top_k": 0,
-    "min_p": 0.0,
-    "presence_penalty": 0.0,
-    "frequency_penalty": 0.0,
-    "repetition_penalty": 1.0,
-}
-"""Settings that would cut off or shift probabilities, all switched off: they would bias the learner's ratio."""
 _STREAM_HEADERS = {"Accept-Encoding": "identity"}
 
 

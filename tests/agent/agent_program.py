@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 import time
+import urllib.error
 import urllib.request
 
 MODE = sys.argv[1]
@@ -111,6 +112,14 @@ def back(task):
         function = said["tool_calls"][0]["function"]
         result = call({"name": function["name"], "arguments": json.loads(function["arguments"])})
         messages.append({"role": "tool", "content": result["output"]})
+
+
+def refused(task):
+    """Tells what it is told instead of an answer."""
+    try:
+        ask([{"role": "user", "content": "hello"}])
+    except urllib.error.HTTPError as error:
+        sys.exit(f"{error.code}: {error.read().decode()}")
 
 
 def unasked(task):

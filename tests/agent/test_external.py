@@ -20,6 +20,7 @@ from typing import Any
 import pytest
 
 from hintloop.agent import guard
+from hintloop.agent.chat_messages import read_request
 from hintloop.agent.engine import EngineError, Sample, Sampling
 from hintloop.agent.episode import EpisodeLost, EpisodeSpec, Played, Player, TurnEvent
 from hintloop.agent.external import open_external
@@ -105,8 +106,9 @@ async def run_external(
     observe: Any = None,
     keep: Any = None,
     max_new_tokens: int = 400,
+    refuse_sampling: bool = False,
 ) -> Played:
-    async with open_external(player, command, idle_s=idle_s) as agent:
+    async with open_external(player, command, idle_s=idle_s, refuse_sampling=refuse_sampling) as agent:
         return await agent.play(env, SPEC, Sampling(1.0, max_new_tokens), observe, keep)
 
 
@@ -164,6 +166,7 @@ def test_tools_of_a_program_are_rendered_and_their_errors_are_sites(chat: ChatFo
     assert {spec["name"] for spec in events[0].task.tools} == set(TOOLS)
     # The program's own failing command after each turn is nobody's mistake, and is told.
     assert played.notes.dropped_sites == {"the call was not the model's": 3}
+    assert played.notes.overridden == {"temperature": 4, "top_p": 4}
     text = chat.tokenizer.decode(list(episode.token_ids))
     assert "# Tools" in text
     assert text.endswith("done<|im_end|>")
@@ -248,6 +251,16 @@ def test_a_program_that_breaks_loses_the_episode(chat: ChatFormat, name: str, re
         play(chat, ["hi"], name, idle_s=1.0 if name == "hang" else 60.0)
     assert lost.value.reason == "agent"
     assert ("my key is [key]" in str(lost.value)) == (name == "crash")
+
+
+def test_sampling_settings_of_a_program_are_refused_where_that_is_wanted(chat: ChatFormat) -> None:
+    with pytest.raises(EpisodeLost, match=r"400: .*top_p, temperature: .* hold for temperature 1") as lost:
+        play(chat, ["hi"], "refused", refuse_sampling=True)
+    assert lost.value.reason == "agent"
+    # What changes nothing is no such setting, and a program without any is answered.
+    unchanged = {"temperature": None, "top_p": 1, "top_k": -1, "logit_bias": {}}
+    assert not read_request({"messages": [{"role": "user", "content": "x"}], **unchanged}).sampling
+    assert play(chat, [call("submit")], "plain", refuse_sampling=True).episode.reward == 1.0
 
 
 class Gone(ScriptedEngine):
