@@ -124,7 +124,7 @@ def test_an_unknown_key_is_refused_with_the_nearest_one(key: str, nearest: str) 
         ("rollout.group_size=many", "rollout.group_size: Input should be a valid integer"),
         ("rollout.hint_role=late", "rollout.hint_role: Input should be 'system' or 'user'"),
         ("run.name=a/b", "run.name: String should match"),
-        ("learner.publish_every=3", "rollout.max_staleness must be at least learner.publish_every - 1"),
+        ("learner.publish_every=4", "rollout.max_staleness must be at least learner.publish_every - 1"),
         ("teachers.scripted={}", "teachers.scripted: Input should be a valid boolean"),
     ],
 )
