@@ -42,6 +42,8 @@ class Piece:
     problem: str = ""
     gone: bool = False
     """The problem is one of the connection or of the weights: the server must be looked at before more is asked."""
+    slow: bool = False
+    """Nothing came yet, and nothing is wrong: the server was busy, and the request is better made anew."""
 
 
 @dataclass(slots=True)

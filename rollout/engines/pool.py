@@ -30,6 +30,8 @@ from hintloop.rollout.weights import PROBE_TOLERANCE, WeightsRefused
 
 AFFINITY_SLACK = 8
 """An episode changes servers when its own has so many requests more than the one with the fewest."""
+LESS_TO_DO = 0.5
+"""A request that a busy server is late with goes to one that has less than this share of its requests."""
 ERRORS_IN_A_ROW = 3
 """Refused requests after which a server is looked at before it gets more."""
 REFUSALS = 3
@@ -74,6 +76,12 @@ class _Member:
     @property
     def ready(self) -> bool:
         return self.version is not None and not self.leaving
+
+    @property
+    def state(self) -> str:
+        if self.ready:
+            return "slow" if self.server.late else "ready"
+        return "changing" if self.changing else "out"
 
 
 class Pool:
@@ -164,8 +172,10 @@ class Pool:
                 "url": url,
                 "version": member.version,
                 "in_flight": member.in_flight,
-                "state": "ready" if member.ready else "changing" if member.changing else "out",
-                "reason": member.reason,
+                "state": member.state,
+                "reason": f"late with {member.server.late} requests"
+                if member.state == "slow"
+                else member.reason,
             }
             for url, member in self._members.items()
         ]
@@ -260,27 +270,43 @@ class Pool:
     # Sampling
 
     async def _ask(self, session: str, prompt_ids: Sequence[int], sampling: Sampling) -> Piece:
-        member = await self._pick(session)
+        member = counted = await self._pick(session)
         epoch = member.server.standing.epoch
+
+        def leave() -> bool:
+            """Whether a request without a token is better made elsewhere; it is counted there from then on."""
+            nonlocal counted
+            least = self._least()
+            if least is None or LESS_TO_DO * counted.in_flight <= least.in_flight:
+                return False
+            counted.in_flight -= 1
+            least.in_flight += 1
+            counted = self._homes[session] = least
+            return True
+
         member.in_flight += 1
         try:
-            piece = await member.server.sample(prompt_ids, sampling)
+            piece = await member.server.sample(prompt_ids, sampling, leave=leave)
         finally:
-            member.in_flight -= 1
+            counted.in_flight -= 1
         if piece.finish_reason:
             member.failures = member.errors = 0
-        else:
+        elif not piece.slow:
             member.errors += 1
             if (piece.gone or member.errors >= ERRORS_IN_A_ROW) and epoch == member.server.standing.epoch:
                 self._drop(member, piece.problem)
         return piece
 
+    def _least(self) -> _Member | None:
+        """The server with the fewest requests, of those that may get one."""
+        ready = [member for member in self._members.values() if member.ready]
+        return min(ready, key=lambda member: member.in_flight, default=None)
+
     async def _pick(self, session: str) -> _Member:
         """The server for a request; waits for one."""
-        while not (ready := [member for member in self._members.values() if member.ready]):
+        while (least := self._least()) is None:
             self._check_open()
             await self._change()
-        least = min(ready, key=lambda member: member.in_flight)
         home = self._homes.get(session)
         if home is None or not home.ready or home.in_flight > least.in_flight + AFFINITY_SLACK:
             self._homes[session] = home = least

@@ -30,13 +30,15 @@ class TurnCounts:
     retries: int = 0
     continued_tokens: int = 0
     """Tokens that were kept of requests that broke."""
+    moves: int = 0
+    """Requests that a busy server was late with, made anew; mostly at one that had less to do."""
 
 
 async def sample_turn(
     ask: Ask, prompt_ids: Sequence[int], sampling: Sampling, *, seconds: float, counts: TurnCounts
 ) -> Sample:
     """Sample until the turn is complete. Raises ``EngineError`` after ``seconds``, and what ``ask`` raises."""
-    whole, problem = Piece(), "no server was there"
+    whole, problem = Piece(), "no server was there, or none got to it"
     try:
         async with asyncio.timeout(seconds):
             for tries in count():
@@ -46,6 +48,9 @@ async def sample_turn(
                 if whole.finish_reason:
                     break
                 problem = piece.problem
+                if piece.slow:  # without a pause: the place that it was moved to counts it already
+                    counts.moves += 1
+                    continue
                 counts.retries += 1
                 counts.continued_tokens += len(piece.token_ids)
                 await asyncio.sleep(min(MAX_PAUSE_S, PAUSE_S * 2 ** min(tries, 8)) * random.random())

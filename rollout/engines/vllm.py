@@ -9,7 +9,7 @@ import asyncio
 import math
 import uuid
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -37,7 +37,8 @@ class Patience:
     turn: float = 300.0
     """One turn with all its retries, and the wait for a server that is free to take it."""
     first: float = 150.0
-    """The first piece of an answer, the wait in the server's queue included."""
+    """The first piece of an answer, the wait in the server's queue included; longer while the server brings other
+    answers meanwhile."""
     stall: float = 60.0
     """Between two pieces, a pause for new weights included."""
     connect: float = 5.0
@@ -57,6 +58,10 @@ class Patience:
 
 class ServerError(EngineError):
     """A server did not do what it was asked to."""
+
+
+class _Slow(Exception):
+    """A request is given up that a busy server was late with."""
 
 
 class VllmServer:
@@ -84,6 +89,12 @@ class VllmServer:
         """Requests that are not answered yet, by the adapter that they named."""
         self.max_length = 0
         """Tokens of prompt and answer together; known after ``connect``."""
+        self.late = 0
+        """Requests that wait for their first piece for longer than is patient, while it brings others theirs."""
+        self._heard_at = -math.inf
+        """When it last brought a piece of any answer; time of the loop."""
+        self._newest = -math.inf
+        """When the newest of the requests was sent of which it has brought a piece."""
         self._client = client
         self._generate = httpx.URL(self.url + GENERATE)
         self._stop_ids = list(stop_ids)
@@ -93,17 +104,25 @@ class VllmServer:
 
     # Sampling
 
-    async def sample(self, prompt_ids: Sequence[int], sampling: Sampling) -> Piece:
-        """Send one request. ``ValueError`` when it cannot be sampled at all; other failures are in the piece."""
+    async def sample(
+        self, prompt_ids: Sequence[int], sampling: Sampling, *, leave: Callable[[], bool] = lambda: False
+    ) -> Piece:
+        """Send one request. ``ValueError`` when it cannot be sampled at all; other failures are in the piece.
+
+        A request that is late keeps its place in the queue of a server that is only busy, until ``leave`` says that
+        there is a better one.
+        """
         body = self._body(prompt_ids, sampling)
         limit, adapter = body["sampling_params"]["max_tokens"], self.standing.name if self._by_name else ""
         stream = Stream(self.standing, limit, frozenset(self._stop_ids), adapter=adapter)
         if adapter:
             body["model"] = adapter
             self.in_use[adapter] += 1
-        problem, gone = "", False
+        problem, gone, slow = "", False, False
         try:
-            await self._read(body, stream)
+            await self._read(body, stream, leave)
+        except _Slow:
+            problem, slow = "it is busy, and was late", True
         except TimeoutError:
             problem, gone = "nothing came for too long", True
         except httpx.HTTPError as error:
@@ -115,7 +134,9 @@ class VllmServer:
         finally:
             self.in_use -= Counter([adapter])
         piece = await stream.piece(problem or "the answer had no end", gone=gone)
-        return piece if piece.finish_reason else replace(piece, problem=f"{self.url}: {piece.problem}")
+        if piece.finish_reason:
+            return piece
+        return replace(piece, problem=f"{self.url}: {piece.problem}", slow=slow)
 
     def _body(self, prompt_ids: Sequence[int], sampling: Sampling) -> dict[str, Any]:
         """A request whose log-probabilities are those of the tempered model, nothing cut off."""
@@ -139,20 +160,49 @@ class VllmServer:
             },
         }
 
-    async def _read(self, body: dict[str, Any], stream: Stream) -> None:
+    async def _read(self, body: dict[str, Any], stream: Stream, leave: Callable[[], bool]) -> None:
         stall, loop = self._patience.stall, asyncio.get_running_loop()
-        async with (
-            asyncio.timeout(self._patience.first) as clock,
-            self._client.stream("POST", self._generate, json=body, headers=_STREAM_HEADERS) as response,
-        ):
-            if response.status_code != 200:
-                await response.aread()
-                if response.status_code == 404 and "model" in body:
-                    raise BadAnswer(f"it has no adapter {body['model']}; was it started again?")
-                raise _refusal(response)
-            async for event in events(response):
-                clock.reschedule(loop.time() + stall)
-                stream.add(event)
+        began, waits = loop.time(), True
+        clock = asyncio.timeout(None)  # until the first piece it is the watch that sets it
+        watch = asyncio.create_task(self._watch(began, clock, leave))
+        try:
+            async with (
+                clock,
+                self._client.stream("POST", self._generate, json=body, headers=_STREAM_HEADERS) as response,
+            ):
+                if response.status_code != 200:
+                    await response.aread()
+                    if response.status_code == 404 and "model" in body:
+                        raise BadAnswer(f"it has no adapter {body['model']}; was it started again?")
+                    raise _refusal(response)
+                async for event in events(response):
+                    waits = False
+                    watch.cancel()
+                    self._heard_at, self._newest = loop.time(), max(self._newest, began)
+                    clock.reschedule(self._heard_at + stall)
+                    stream.add(event)
+        except TimeoutError:
+            if waits and watch.done() and watch.result():
+                raise _Slow from None
+            raise
+        finally:
+            watch.cancel()
+
+    async def _watch(self, began: float, clock: asyncio.Timeout, leave: Callable[[], bool]) -> bool:
+        """End a request whose first piece is late, at once if the server is silent; whether it was only busy."""
+        loop, first = asyncio.get_running_loop(), self._patience.first
+        await asyncio.sleep(first)
+        self.late += 1
+        try:
+            busy = self._heard_at + first > loop.time() and await self._is_well()
+            # one that came when this was late already, and is answered: this one is in no queue any more
+            while busy and not (leave() or self._newest > began + first):
+                await asyncio.sleep(self._patience.poll)
+                busy = self._heard_at + first > loop.time()
+        finally:
+            self.late -= 1
+        clock.reschedule(loop.time())
+        return busy
 
     # Control; everything raises ``ServerError``
 
@@ -192,6 +242,13 @@ class VllmServer:
     async def resume(self) -> None:
         """Let generation go on."""
         await self._control("POST", "/resume")
+
+    async def _is_well(self) -> bool:
+        try:
+            await self._control("GET", "/health")
+        except ServerError:
+            return False
+        return True
 
     async def is_paused(self) -> bool:
         """Whether generation is frozen."""
