@@ -7,7 +7,6 @@ inserted at token level in front of a turn's generation prompt, and the identity
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,6 +18,8 @@ from hintloop.envs.models import ToolCall
 from hintloop.replay.episode import NOT_SAMPLED
 
 Message = dict[str, Any]
+UNRENDERABLE = (ValueError, TypeError, KeyError, IndexError, AttributeError)
+"""What a renderer raises for a conversation that its template does not have."""
 
 
 class RenderError(Exception):
@@ -42,6 +43,8 @@ class _Prompt:
     completion_end: int
     """Tokens before ``messages``; 0 for the first turn."""
     messages: tuple[Message, ...]
+    calls: int
+    """Calls made in the turns before."""
 
 
 class Conversation:
@@ -60,7 +63,8 @@ class Conversation:
         self.loss_mask: list[int] = [0] * len(opened)
         self.logprobs: list[float] = [0.0] * len(opened)
         self.policy_versions: list[int] = [NOT_SAMPLED] * len(opened)
-        self._prompts = [_Prompt(len(opened), 0, tuple(messages))]
+        self._prompts = [_Prompt(len(opened), 0, tuple(messages), 0)]
+        self._num_calls = 0
         self._looks_back: bool | None = None
         """Whether the renderer needs more than the last turn; None before it was tried."""
 
@@ -79,7 +83,9 @@ class Conversation:
         self.loss_mask += [1] * len(sample.token_ids)
         self.logprobs += sample.logprobs
         self.policy_versions += sample.policy_versions
-        return self.parse(sample.token_ids)
+        calls = self.parse(sample.token_ids)
+        self._num_calls += sum(call.malformed is None for call in calls)
+        return calls
 
     def parse(self, completion_ids: Sequence[int]) -> list[ToolCall]:
         """The tool calls in a completion; one malformed call when there is none that can be executed."""
@@ -108,7 +114,7 @@ class Conversation:
         self.loss_mask += [0] * len(suffix)
         self.logprobs += [0.0] * len(suffix)
         self.policy_versions += [NOT_SAMPLED] * len(suffix)
-        self._prompts.append(_Prompt(len(self.token_ids), completion_end, tuple(messages)))
+        self._prompts.append(_Prompt(len(self.token_ids), completion_end, tuple(messages), self._num_calls))
 
     def hint(self, turn: int, text: str, *, role: str = "system") -> HintInsertion:
         """Where and as which tokens a hint message goes before assistant turn ``turn``. Raises ``RenderError``."""
@@ -126,19 +132,42 @@ class Conversation:
             raise RenderError(f"this chat template does not take a {role} message in mid-conversation")
         return HintInsertion(insert_at, tuple(hint_ids))
 
-    def encode_call(self, call: ToolCall) -> tuple[int, ...]:
-        """A tool call as the tokens of a whole assistant turn, end-of-turn token included. Raises ``RenderError``."""
-        function = {"name": call.name, "arguments": call.arguments}
-        message = {"role": "assistant", "content": "", "tool_calls": [{"function": function}]}
+    def encode_calls(self, turn: int, calls: Sequence[ToolCall]) -> tuple[int, ...]:
+        """Tool calls as the tokens of the whole assistant turn ``turn``, end-of-turn token included.
+
+        Raises ``RenderError`` when the template cannot write them, or writes them as others: a special token within,
+        say.
+        """
+        ids = self._written(turn, calls)
+        if ids is not None:
+            return ids
+        if len(calls) > 1 and all(self._written(turn, [call]) is not None for call in calls):
+            raise RenderError("this chat template does not take several calls in one turn")
+        raise RenderError("this chat template cannot write such a call")
+
+    def _written(self, turn: int, calls: Sequence[ToolCall]) -> tuple[int, ...] | None:
+        """A turn of ``calls``; None when they cannot be read in it again."""
+        made = [
+            # Kimi's template writes an id in the place of the name; others leave it out.
+            {
+                "id": f"functions.{call.name}:{number}",
+                "function": {"name": call.name, "arguments": call.arguments},
+            }
+            for number, call in enumerate(calls, self._prompts[turn].calls)
+        ]
         user = {"role": "user", "content": "x"}
-        rendered = self._renderer.render_ids([user, message, user], tools=self._tools)
-        prefix = self._renderer.render_ids([user], tools=self._tools, add_generation_prompt=True)
+        message = {"role": "assistant", "content": "", "tool_calls": made}
+        try:
+            prefix = self._renderer.render_ids([user], tools=self._tools, add_generation_prompt=True)
+            rendered = self._renderer.render_ids([user, message, user], tools=self._tools)
+        except UNRENDERABLE:
+            return None
         stops = set(self._renderer.get_stop_token_ids())
         body = rendered[len(prefix) :]
-        for index, token in enumerate(body):
-            if token in stops and rendered[: len(prefix)] == prefix:
-                return tuple(body[: index + 1])
-        raise RenderError(f"this renderer cannot render the call {json.dumps(function)[:200]}")
+        end = next((index for index, token in enumerate(body, 1) if token in stops), None)
+        if end is None or rendered[: len(prefix)] != prefix or self.parse(body[:end]) != list(calls):
+            return None
+        return tuple(body[:end])
 
     def _bridge(self, turn: int, completion_end: int, messages: Sequence[Message]) -> list[int]:
         """The tokens that follow assistant turn ``turn``, which ends at ``completion_end``."""

@@ -4,7 +4,7 @@ The whole conversation is rendered in one go; a turn of the model begins behind 
 with its end-of-turn token. Who sampled is another model at unknown probabilities: log-probabilities are NaN and
 the policy version is ``NOT_SAMPLED``, so a recording feeds hints and pairs and no ratio is formed with it. A hint
 says what the recording says of the error; it knows no more. A pair's rejected side is the turn as it was recorded,
-its chosen side the teachers' call alone, as the template writes it.
+its chosen side the teachers' calls alone, as the template writes them.
 """
 
 from __future__ import annotations
@@ -13,14 +13,15 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from hintloop.agent import hints
-from hintloop.agent.conversation import Conversation, Message, RenderError
+from hintloop.agent.conversation import UNRENDERABLE, Conversation, Message, RenderError
 from hintloop.agent.policy import ChatFormat
 from hintloop.envs.errors import Cause, ToolError
 from hintloop.envs.models import ToolCall
 from hintloop.replay.episode import NOT_SAMPLED, Episode, HintSite, PreferencePair, Turn
-from hintloop.replay.export.chat import action_of, messages_of
+from hintloop.replay.export.chat import actions_of, messages_of
 
 MESSAGE_CHARS = 200
 """Of the error's text, as much goes into the hint."""
@@ -31,8 +32,6 @@ _ADVICE = {
     "repeated_failure": "this call failed before, do something else",
 }
 """For kinds whose usual hint names what only a live environment knows."""
-_UNRENDERABLE = (ValueError, TypeError, KeyError, IndexError, AttributeError)
-"""What a renderer raises for a conversation that its template does not have."""
 _NO_TOKENS = "the turn has no tokens of its own in this chat template"
 
 
@@ -56,7 +55,7 @@ def tokenise(episode: Episode, chat: ChatFormat, *, hint_role: str = "system") -
     opening = _generation_prompt(chat)
     try:
         rendered = chat.renderer.render(messages)
-    except _UNRENDERABLE as error:
+    except UNRENDERABLE as error:
         raise NotRendered(f"{type(error).__name__}: {error}") from error
     ids = list(rendered.token_ids)
     spans = _spans(rendered.message_indices, len(messages))
@@ -174,22 +173,37 @@ def _pair(
     pair: PreferencePair, turns: Sequence[Turn], ids: Sequence[int], chat: ChatFormat
 ) -> PreferencePair | str:
     """The pair with its tokens, or why there is none."""
-    turn, action = turns[pair.turn], action_of(pair.chosen_text)
+    turn, actions = turns[pair.turn], actions_of(pair.chosen_text)
     if turn.start == turn.end:
         return _NO_TOKENS
-    if action is None:
+    if actions is None:
         return "the chosen action is no call that can be read"
-    call = ToolCall(name=action[0], arguments=action[1])
+    calls = [ToolCall(name=name, arguments=arguments) for name, arguments in actions]
     try:
-        speaker = Conversation(chat.renderer, [{"role": "user", "content": "x"}])
-        chosen = speaker.encode_call(call)
-        if speaker.parse(chosen) != [call]:
-            raise RenderError("read again, it is another")
-    except (RenderError, *_UNRENDERABLE):
-        return "this chat template cannot write the chosen call"
+        speaker = Conversation(chat.renderer, [{"role": "user", "content": "x"}], tools=_tools(calls))
+        chosen = speaker.encode_calls(0, calls)
+    except RenderError as error:
+        return str(error)
+    except UNRENDERABLE:
+        return "this chat template cannot write tools for such a call"
     return replace(
         pair, prompt_end=turn.start, chosen_ids=chosen, rejected_ids=tuple(ids[turn.start : turn.end])
     )
+
+
+def _tools(calls: Sequence[ToolCall]) -> list[dict[str, Any]]:
+    """Tools that take ``calls``: where a template writes arguments without quotes, only a tool's schema tells the
+    string "5" from the number."""
+    given: dict[str, dict[str, Any]] = {}
+    for call in calls:
+        types = {
+            key: {"type": "string"} if isinstance(value, str) else {} for key, value in call.arguments.items()
+        }
+        given.setdefault(call.name, {}).update(types)
+    return [
+        {"name": name, "description": "", "parameters": {"type": "object", "properties": types}}
+        for name, types in given.items()
+    ]
 
 
 def _hint_ids(
@@ -208,7 +222,7 @@ def _hint_ids(
         plain = list(chat.renderer.render_ids(context, add_generation_prompt=True))
         hint = [*context, {"role": role, "content": text}]
         hinted = list(chat.renderer.render_ids(hint, add_generation_prompt=True))
-    except _UNRENDERABLE:
+    except UNRENDERABLE:
         return None
     at = len(plain) - len(opening)
     found = hinted[at : len(hinted) - len(opening)]

@@ -23,7 +23,7 @@ class Trial(BaseModel):
     """Number of the step, from 1, whose call had ``keep``: the state before that is meant."""
     then: list[dict[str, Any]] = Field(default_factory=list)
     """Further calls (``name``, ``arguments``, ``malformed``), made one after the other in the same copy; the first
-    error is the error of all."""
+    error is the error of all, a failing test only where nothing else failed."""
     tests: bool = False
     """Run the visible tests at the end; the share that passes is ``reward_parts["visible"]``, if there are any."""
 

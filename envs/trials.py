@@ -8,7 +8,7 @@ whoever wants to try something there is told.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import structlog
 
@@ -102,10 +102,8 @@ class Trials:
         copy = kept.fork()
         try:
             tools = self._open_tools(copy)
-            result = tools.call(call)
-            for further in trial.then:
-                latest = tools.call(ToolCall.model_validate(further))
-                result = result if result.error is not None else latest
+            calls = [call, *map(ToolCall.model_validate, trial.then)]
+            result = _result_of([tools.call(each) for each in calls])
             parts = {}
             if trial.tests and has_visible_tests(self._task):
                 parts["visible"] = visible_share(self._task, run_visible(self._provider, self._task, copy))
@@ -120,6 +118,13 @@ class Trials:
         dropped = self._kept.pop(step, None)
         if dropped is not None and dropped not in self._kept.values():
             dropped.close()
+
+
+def _result_of(results: Sequence[ToolResult]) -> ToolResult:
+    """That of several calls together: the first error, a failing test only where nothing else failed; or the last."""
+    failed = [result for result in results if result.error is not None]
+    worse = [result for result in failed if result.error and result.error.cause is not Cause.USER]
+    return [*worse, *failed, results[-1]][0]
 
 
 def visible_share(task: Task, result: VisibleResult) -> float:

@@ -128,7 +128,8 @@ class PairCounts:
     disagreed: int = 0
     same: int = 0
     """Turns where the teachers agreed with the agent."""
-    unrenderable: int = 0
+    unrenderable: Counter[str] = field(default_factory=Counter)
+    """Agreed actions that the model's chat template cannot write, by reason."""
     unverified: Counter[str] = field(default_factory=Counter)
     """Agreed actions that did not do what they must, or could not be tried, by what was wrong."""
     pairs: int = 0
@@ -145,6 +146,7 @@ class PairCounts:
             **asdict(self),
             "pairs_per_usd": per_usd(self.pairs, self.cost_usd),
             "errors": dict(self.errors),  # asdict does not know how to copy a Counter
+            "unrenderable": dict(self.unrenderable),
             "unverified": dict(self.unverified),
             "by_reason": {reason.value: value.snapshot() for reason, value in self.by_reason.items()},
         }

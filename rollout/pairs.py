@@ -96,16 +96,10 @@ def make_pair(
     event: TurnEvent, answers: Sequence[TeacherAnswer], agreed: Agreement, *, verified: bool = False
 ) -> PreferencePair:
     """The pair of an agreed action and the agent's own turn. Raises ``RenderError``."""
-    if len(agreed.calls) > 1:
-        raise RenderError("a conversation can write turns of one call only")
-    (call,) = agreed.calls
-    chosen_ids = event.conversation.encode_call(call)
-    if event.conversation.parse(chosen_ids) != [call]:
-        raise RenderError("the agreed call does not survive the chat template")  # a special token within, say
     return PreferencePair(
         turn=event.episode_turn,
         prompt_end=event.conversation.prompt_end(event.turn),
-        chosen_ids=chosen_ids,
+        chosen_ids=event.conversation.encode_calls(event.turn, agreed.calls),
         rejected_ids=event.sampled_ids,
         chosen_text=canonical_turn(agreed.calls),
         rejected_text=event.text,
@@ -249,8 +243,8 @@ class PairMaker:
     ) -> None:
         try:
             pair = make_pair(question.event, answers, agreed, verified=verified)
-        except RenderError:
-            self._counts.unrenderable += 1
+        except RenderError as error:
+            self._counts.unrenderable[str(error)] += 1
             return
         self._made.append(pair)
         self._counts.pairs += 1

@@ -16,6 +16,7 @@ from hintloop.cli.display import duration
 from hintloop.cli.view.episodes import NotThere, Row
 from hintloop.cli.view.text import as_arguments, clip, dollars, moment, name, number
 from hintloop.replay.episode import NOT_SAMPLED, Episode, HintSite, PreferencePair, Turn
+from hintloop.replay.export.chat import answers_to
 
 TURNS = 100
 """Turns on one page."""
@@ -140,6 +141,7 @@ def _message(episode: Episode, at: int) -> Message:
     text = clip(turn.text)
     sites = [site for site in episode.hint_sites if site.turn == at][:MAX_NOTES]
     pairs = [pair for pair in episode.pairs if pair.turn == at][:MAX_NOTES]
+    several = len(answers_to(episode.turns, at)) > 1
     error = None
     if turn.error_kind:
         error = name(turn.error_kind), name(turn.error_cause or "unknown"), clip(turn.error_message or "")
@@ -151,7 +153,7 @@ def _message(episode: Episode, at: int) -> Message:
         error=error,
         facts=tuple(_turn_facts(episode, turn)),
         hints=tuple((name(site.kind), clip(site.hint), _place(site)) for site in sites),
-        pairs=tuple(_choice(turn, pair) for pair in pairs),
+        pairs=tuple(_choice(turn, pair, several=several) for pair in pairs),
     )
 
 
@@ -173,12 +175,13 @@ def _call(tool: str, arguments: str | None) -> Call:
     return Call(name(tool), tuple(Argument(name(key), clip(value)) for key, value in shown))
 
 
-def _choice(turn: Turn, pair: PreferencePair) -> Choice:
+def _choice(turn: Turn, pair: PreferencePair, *, several: bool) -> Choice:
+    """``several``: the turn made several calls, of which it knows but the first."""
     tool, _, arguments = pair.chosen_text.partition(" ")
     call = _call(tool, arguments) if arguments and as_arguments(arguments) is not None else None
     chosen = Action(call, "" if call else _without_tags(pair.chosen_text))
     rejected = _action(turn)
-    if rejected.call is None:
+    if rejected.call is None or several:
         rejected = Action(None, _without_tags(pair.rejected_text))
     elif call is not None:
         chosen = Action(_marked(call, rejected.call), "")

@@ -19,7 +19,11 @@ _COUNTS = {
     "disagreed": "teachers did not agree",
     "over_budget": "not asked, for the budget",
     "late": "answers too late",
-    "unrenderable": "not expressible in the chat template",
+}
+_REASONS = {
+    "unrenderable": "not trained on",
+    "unverified": "not verified",
+    "errors": "failed answers of",
 }
 _MONEY = {
     "spent_usd": "spent",
@@ -63,7 +67,7 @@ def _rows(said: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     for key, words in _COUNTS.items():
         if key in said:
             yield words, number(as_number(said[key]))
-    for key, words in (("unverified", "not verified"), ("errors", "failed answers of")):
+    for key, words in _REASONS.items():
         for why, count in list(_dict(said, key).items())[:MAX_REASONS]:
             yield f"{words}: {name(why)}", number(as_number(count))
 

@@ -50,8 +50,15 @@ def arguments_object(text: str | None) -> dict[str, Any]:
     return value if isinstance(value, dict) else {"input": value}
 
 
-def action_of(text: str) -> tuple[str, dict[str, Any]] | None:
-    """Tool and arguments of an action as pairs hold it: the name, a blank, and a JSON object. None for other text."""
+def actions_of(text: str) -> list[tuple[str, dict[str, Any]]] | None:
+    """Tools and arguments of a turn as pairs hold it: for each call a line with the name, a blank, and a JSON object.
+    None for other text."""
+    found = [_action_of(line) for line in text.split("\n")]
+    known = [action for action in found if action is not None]
+    return known if len(known) == len(found) else None
+
+
+def _action_of(text: str) -> tuple[str, dict[str, Any]] | None:
     name, _, given = text.partition(" {")
     try:
         arguments = json.loads(f"{{{given}") if name else None
@@ -75,9 +82,9 @@ def text_message(text: str) -> ChatMessage:
     return {"role": "assistant", "content": text}
 
 
-def call_message(name: str, arguments: dict[str, Any]) -> ChatMessage:
-    """One call of the model, as a message."""
-    return {"role": "assistant", "content": "", "tool_calls": [_call(name, arguments)]}
+def calls_message(actions: Sequence[tuple[str, dict[str, Any]]]) -> ChatMessage:
+    """Calls of the model, tool and arguments each, as a message."""
+    return {"role": "assistant", "content": "", "tool_calls": [_call(*action) for action in actions]}
 
 
 def _calls(turns: Sequence[Turn], number: int) -> list[dict[str, Any]]:

@@ -20,10 +20,10 @@ import pyarrow.parquet as pq  # type: ignore[import-untyped]
 from hintloop.replay.episode import Episode, Outcome, PreferencePair
 from hintloop.replay.export.chat import (
     ChatMessage,
-    action_of,
+    actions_of,
     answers_to,
     arguments_object,
-    call_message,
+    calls_message,
     messages_of,
     text_message,
 )
@@ -132,11 +132,12 @@ def _sides(
 ) -> tuple[ChatMessage, ChatMessage]:
     """Both in the same form, so that what is learnt is the action: calls where the agent's are known, else text."""
     turn, answers = episode.turns[pair.turn], answers_to(episode.turns, pair.turn)
-    action = action_of(pair.chosen_text)
-    if action is not None and own is not None and own.get("tool_calls"):
-        return call_message(*action), own
-    if action is not None and turn.tool_name and turn.tool_arguments and len(answers) <= 1:
-        return call_message(*action), call_message(turn.tool_name, arguments_object(turn.tool_arguments))
+    actions = actions_of(pair.chosen_text)
+    if actions is not None and own is not None and own.get("tool_calls"):
+        return calls_message(actions), own
+    if actions is not None and turn.tool_name and turn.tool_arguments and len(answers) <= 1:
+        known = turn.tool_name, arguments_object(turn.tool_arguments)
+        return calls_message(actions), calls_message([known])
     return text_message(pair.chosen_text), text_message(pair.rejected_text)
 
 

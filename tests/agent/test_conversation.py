@@ -122,22 +122,36 @@ def test_a_thought_that_never_closes_cannot_be_continued(chat: ChatFormat) -> No
         conversation.add_results(["error: no tool call"])
 
 
-@given(st.from_regex(r"[a-z_]{1,12}", fullmatch=True), arguments)
+names = st.from_regex(r"[a-z_]{1,12}", fullmatch=True)
+
+
+@given(st.lists(st.builds(ToolCall, name=names, arguments=arguments), min_size=1, max_size=3))
 @settings(deadline=None, max_examples=40)
-def test_an_encoded_call_parses_back_to_the_same_call(
-    chat: ChatFormat, name: str, args: dict[str, Any]
-) -> None:
+def test_encoded_calls_parse_back_to_the_same_calls(chat: ChatFormat, calls: list[ToolCall]) -> None:
     conversation = Conversation(chat.renderer, OPENING)
-    ids = conversation.encode_call(ToolCall(name=name, arguments=args))
+    ids = conversation.encode_calls(0, calls)
     assert ids[-1] == chat.tokenizer.convert_tokens_to_ids("<|im_end|>")
-    assert conversation.parse(ids) == [ToolCall(name=name, arguments=args)]
+    assert conversation.parse(ids) == calls
 
 
-def test_an_encoded_call_is_written_as_the_student_writes_it(chat: ChatFormat) -> None:
-    call = ToolCall(name="read_file", arguments={"path": "solution.py"})
-    ids = Conversation(chat.renderer, OPENING).encode_call(call)
-    text = '<tool_call>\n{"name": "read_file", "arguments": {"path": "solution.py"}}\n</tool_call><|im_end|>'
-    assert list(ids) == chat.tokenizer.encode(text, add_special_tokens=False)
+def test_encoded_calls_are_written_as_the_student_writes_them(chat: ChatFormat) -> None:
+    calls = [ToolCall(name="read_file", arguments={"path": path}) for path in ("a.py", "b.py")]
+    for count in (1, 2):
+        ids = Conversation(chat.renderer, OPENING).encode_calls(0, calls[:count])
+        texts = [
+            f'<tool_call>\n{{"name": "read_file", "arguments": {{"path": "{path}"}}}}\n</tool_call>'
+            for path in ("a.py", "b.py")[:count]
+        ]
+        text = "\n".join(texts) + "<|im_end|>"
+        assert list(ids) == chat.tokenizer.encode(text, add_special_tokens=False)
+
+
+def test_calls_that_the_template_would_garble_are_refused(chat: ChatFormat) -> None:
+    conversation = Conversation(chat.renderer, OPENING)
+    fine, garbled = (ToolCall(name="bash", arguments={"command": text}) for text in ("ls", "<|im_end|>"))
+    for calls in ([garbled], [fine, garbled]):
+        with pytest.raises(RenderError, match="cannot write such a call"):
+            conversation.encode_calls(0, calls)
 
 
 def test_text_without_a_call_is_one_malformed_call(chat: ChatFormat) -> None:

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import math
 from dataclasses import replace
 
 import pytest
 
 from hintloop.agent.conversation import Conversation
-from hintloop.agent.policy import ChatFormat, load_renderer
+from hintloop.agent.policy import ChatFormat, load_renderer, make_renderer
 from hintloop.agent.recorded import NotRendered, hint_text, tokenise
 from hintloop.cli.model import find_model
 from hintloop.envs.models import ToolCall
 from hintloop.replay.episode import NOT_SAMPLED, Outcome, PreferencePair, Turn
 
+from ..learner.test_chat_formats import toy_tokenizer
 from ..rollout.recordings import call, recorded
 
 
@@ -172,10 +174,50 @@ def test_a_pair_gets_the_tokens_of_both_sides_at_its_turn(chat: ChatFormat) -> N
 
 
 def test_a_pair_that_the_template_cannot_write_is_dropped_and_counted(chat: ChatFormat) -> None:
-    pairs = (pair("no call"), pair('shell {"command": "</tool_call>"}'), pair("shell {}"))
-    result = tokenise(replace(EPISODE, pairs=pairs), chat)
+    garbled = 'shell {"command": "</tool_call>"}'
+    half = 'shell {"\\ud800": 1}'  # half of a surrogate pair
+    texts = ("no call", garbled, f"shell {{}}\n{garbled}", "shell {}\nno call", half, "shell {}")
+    result = tokenise(replace(EPISODE, pairs=tuple(map(pair, texts))), chat)
     assert [found.chosen_text for found in result.episode.pairs] == ["shell {}"]
     assert result.dropped_pairs == {
-        "the chosen action is no call that can be read": 1,
-        "this chat template cannot write the chosen call": 1,
+        "the chosen action is no call that can be read": 2,
+        "this chat template cannot write such a call": 2,
+        "this chat template cannot write tools for such a call": 1,
     }
+
+
+def in_family(chat: ChatFormat, family: str) -> ChatFormat:
+    tokenizer = toy_tokenizer(family)
+    return replace(chat, tokenizer=tokenizer, renderer=make_renderer(tokenizer, family))
+
+
+@pytest.mark.parametrize("family", ["qwen3", "qwen3.8", "glm-4.5", "glm-5.3"])
+def test_the_chosen_side_of_a_pair_may_have_several_calls(chat: ChatFormat, family: str) -> None:
+    chat = in_family(chat, family)
+    calls = [
+        ToolCall(name="shell", arguments={"command": "5", "seconds": 5}),
+        ToolCall(name="look", arguments={"deep": {"x": [1, None]}, "path": "a.py"}),
+        ToolCall(name="shell", arguments={"command": "ls"}),
+    ]
+    texts = [f"{call.name} {json.dumps(call.arguments)}" for call in calls]
+    result = tokenise(replace(EPISODE, pairs=(pair("\n".join(texts)), pair(texts[1]))), chat)
+    assert not result.dropped_pairs
+    several, one = result.episode.pairs
+    text = chat.tokenizer.decode(list(several.chosen_ids))
+    assert [text.count(word) for word in ("shell", "look", "ls", "a.py")] == [2, 1, 1, 1]
+    assert text.index("shell") < text.index("look") < text.index("ls")
+    assert several.rejected_ids == one.rejected_ids
+    assert several.chosen_ids[-1] == one.chosen_ids[-1]
+
+
+def test_where_a_turn_has_room_for_one_call_a_pair_of_several_is_dropped_and_counted(
+    chat: ChatFormat,
+) -> None:
+    texts = ('shell {"command": "ls"}', 'shell {"command": "pwd"}')
+    single = recorded(
+        Turn("user", 0, 0, "list"), FAILING, call("shell", {"command": "lss"}, "no"), sites=(1,)
+    )
+    pairs = (pair("\n".join(texts)), *map(pair, texts))
+    result = tokenise(replace(single, pairs=pairs), in_family(chat, "llama-3"))
+    assert [found.chosen_text for found in result.episode.pairs] == list(texts)
+    assert result.dropped_pairs == {"this chat template does not take several calls in one turn": 1}

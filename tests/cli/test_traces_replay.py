@@ -7,16 +7,19 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import pyarrow.parquet as parquet
 import pytest
 
+from hintloop.agent.policy import load_renderer
 from hintloop.cli.main import run_command
+from hintloop.cli.model import find_model
 from hintloop.envs.models import ToolCall
+from hintloop.learner.batch import BatchRules, build_step
 from hintloop.replay.ingest.ingest import find_files
 from hintloop.replay.journal import Journal
 from hintloop.replay.supplement import SOURCE
 
-from ..rollout.teacher_server import TeacherServer, teaching
-from ..rollout.teacher_server import says as answers
+from ..rollout.teacher_server import TeacherServer, says_all, teaching
 
 Says = Callable[..., str]
 GOOD = ToolCall(name="Bash", arguments={"command": "ls"})
@@ -24,8 +27,14 @@ USAGE = {"prompt_tokens": 1000, "completion_tokens": 1000}
 
 
 @pytest.fixture
-def teachers() -> Iterator[TeacherServer]:
-    with teaching(lambda number, body: answers(GOOD, USAGE)) as server:
+def action() -> tuple[ToolCall, ...]:
+    """What all teachers would do."""
+    return (GOOD,)
+
+
+@pytest.fixture
+def teachers(action: tuple[ToolCall, ...]) -> Iterator[TeacherServer]:
+    with teaching(lambda number, body: says_all(*action, usage=USAGE)) as server:
         yield server
 
 
@@ -128,6 +137,28 @@ def test_supplements_are_told_apart_everywhere(
     )
     assert files == {"trajectories": 1, "left_out: pairs": 1}
     assert counts_of_ingest(says, tmp_path / "projects", journal) == 0
+
+
+@pytest.mark.parametrize("action", [(GOOD, ToolCall(name="Read", arguments={"path": "a.py"}))])
+def test_several_calls_are_shown_exported_and_trained_on_as_one_action(
+    replay: Says, says: Says, journal: str, tmp_path: Path
+) -> None:
+    replay()
+    (name,) = (each.episode_id for each in Journal(journal).reader().poll() if each.source == SOURCE)
+    told = '>> one, two would rather: Bash {"command": "ls"}\nRead {"path": "a.py"}'
+    assert told in says("show", name, "--journal", journal)
+    says("export", "--journal", journal, "--format", "hf", "--to", str(tmp_path / "set"))
+    (row,) = parquet.read_table(tmp_path / "set" / "preference" / "train.parquet").to_pylist()
+    assert [call["function"]["name"] for call in row["chosen"][0]["tool_calls"]] == ["Bash", "Read"]
+    tokens = str(tmp_path / "tokens")
+    tokenise = ("tokenize", "--journal", journal, "--student", "student-tiny", "--to", tokens, "--json")
+    assert counts(says(*tokenise))["pairs"] == 1
+    episodes = [each for each in Journal(tokens).reader().poll() if each.pairs]
+    chat = load_renderer(find_model("student-tiny"))
+    batch = build_step([episodes], BatchRules(len(chat.tokenizer)), version=0, seed=(0,))
+    assert (batch.counts["pairs"], batch.counts["pairs_unusable"]) == (1, 0)
+    text = chat.tokenizer.decode(list(episodes[0].pairs[0].chosen_ids))
+    assert text.count("<tool_call>") == 2
 
 
 def counts_of_ingest(says: Says, folder: Path, journal: str) -> int:

@@ -29,6 +29,7 @@ from hintloop.cli.main import run_command
 from hintloop.cli.report import write_report
 from hintloop.cli.runfolder import RunFolder
 from hintloop.cli.view import episodes as view_episodes
+from hintloop.cli.view.conversation import conversation
 from hintloop.cli.view.server import Pages, create_app, open_pages
 from hintloop.learner.progress import Heartbeat, append_line
 from hintloop.replay.episode import Episode, HintSite, PreferencePair, Turn
@@ -214,6 +215,19 @@ def test_an_episode_is_a_conversation_with_its_hint_before_the_turn(live: RunFol
     places = [text.index(mark) for mark in marks]
     assert places == sorted(places)
     assert "reward 0" in text
+
+
+def test_a_pair_shows_all_calls_of_both_sides(live: RunFolder) -> None:
+    episode = an_episode(live)
+    pair = replace(episode.pairs[0], chosen_text='look {"path": "a.py"}\nsubmit {}', rejected_text="one\ntwo")
+    at = pair.turn
+    turns = (*episode.turns[: at + 2], *episode.turns[at + 1 :])  # a second result, as of a second call
+    for made, rejected in ((episode.turns, None), (turns, "one\ntwo")):
+        shown = conversation(replace(episode, turns=made, pairs=(pair,)), (), here=0)["messages"]
+        (choice,) = shown[at].pairs
+        assert (choice.chosen.call, choice.chosen.text) == (None, pair.chosen_text)
+        assert (choice.rejected.call is None) == (rejected is not None)
+        assert rejected in (None, choice.rejected.text)
 
 
 def test_kept_examples_can_be_opened(

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import functools
+import re
 from typing import Any, Literal
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from hintloop.agent.conversation import Conversation, RenderError
 from hintloop.agent.engine import Sample
@@ -66,7 +69,9 @@ def played(family: str) -> tuple[Any, Conversation, list[Turn]]:
     conversation = Conversation(make_renderer(tokenizer, family), OPENING, tools=TOOLS)
     turns = []
     for path, result in zip(PATHS, RESULTS, strict=True):
-        ids = conversation.encode_call(ToolCall(name="read_file", arguments={"path": path}))
+        ids = conversation.encode_calls(
+            len(turns) // 2, [ToolCall(name="read_file", arguments={"path": path})]
+        )
         start = len(conversation.token_ids)
         conversation.add_sample(Sample(ids, (-0.5,) * len(ids), (0,) * len(ids), "stop"))
         turns.append(Turn("assistant", start, start + len(ids), path))
@@ -169,7 +174,53 @@ def test_the_recorded_turn_of_a_format_reads_as_the_call_that_was_made(family: s
     for turn, path in zip(turns[::2], PATHS, strict=True):
         text = tokenizer.decode(conversation.token_ids[turn.start : turn.end])
         assert path in text
-        assert "read_file" in text or family == "kimi-k2"  # which names a call by its number
+        assert "read_file" in text
+
+
+COMMAND = {"type": "object", "properties": {"command": {"type": "string"}, "seconds": {"type": "number"}}}
+SHELL = {"type": "function", "function": {"name": "shell", "description": "Run.", "parameters": COMMAND}}
+plain = st.text(
+    st.characters(codec="ascii", exclude_characters="<>|", exclude_categories=["Cc"]), max_size=20
+)
+words = plain.map(str.strip)
+actions = st.one_of(
+    st.builds(lambda path: ToolCall(name="read_file", arguments={"path": path}), words),
+    st.builds(
+        lambda command, seconds: ToolCall(name="shell", arguments={"command": command, "seconds": seconds}),
+        words,
+        st.integers(0, 99),
+    ),
+)
+
+
+@pytest.mark.parametrize("family", sorted(set(SPECIAL) - {"llama-3"}))
+def test_a_turn_of_several_calls_reads_as_the_calls_that_were_made(family: str) -> None:
+    conversation = Conversation(make_renderer(toy_tokenizer(family), family), OPENING, tools=[*TOOLS, SHELL])
+
+    @given(st.lists(actions, min_size=1, max_size=3))
+    @settings(deadline=None, max_examples=30)
+    def check(calls: list[ToolCall]) -> None:
+        ids = conversation.encode_calls(0, calls)
+        assert conversation.parse(ids) == calls
+        assert ids[-1] in conversation._renderer.get_stop_token_ids()
+
+    check()
+
+
+def test_a_format_that_takes_one_call_in_a_turn_says_so() -> None:
+    _, conversation, _ = played("llama-3")
+    calls = [ToolCall(name="read_file", arguments={"path": path}) for path in PATHS]
+    for call in calls:
+        assert conversation.parse(conversation.encode_calls(0, [call])) == [call]
+    with pytest.raises(RenderError, match="does not take several calls in one turn"):
+        conversation.encode_calls(0, calls)
+
+
+def test_kimi_numbers_calls_through_the_whole_conversation() -> None:
+    tokenizer, conversation, _ = played("kimi-k2")
+    calls = [ToolCall(name="read_file", arguments={"path": path}) for path in PATHS[:2]]
+    text = tokenizer.decode(list(conversation.encode_calls(2, calls)))
+    assert re.findall(r"functions\.read_file:\d+", text) == ["functions.read_file:2", "functions.read_file:3"]
 
 
 def test_a_format_that_takes_no_hint_in_mid_conversation_says_so() -> None:

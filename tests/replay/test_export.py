@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from hintloop.replay.episode import NOT_SAMPLED, Episode, HintSite, Outcome, PreferencePair, Turn
 from hintloop.replay.export import hf
 from hintloop.replay.export.atif import export_atif, file_name, trajectory
-from hintloop.replay.export.chat import action_of
+from hintloop.replay.export.chat import actions_of
 from hintloop.replay.export.hf import export_hf
 from hintloop.replay.ingest.episodes import NO_RESULT
 from hintloop.replay.ingest.ingest import find_files, ingest
@@ -274,17 +274,22 @@ def calls_in(message: dict[str, Any]) -> list[tuple[str, Any]]:
     return [(call["name"], call["arguments"]) for call in calls]
 
 
+@pytest.mark.parametrize("further", [(), (("look", {"path": "a.py"}), ("run", {"command": "pwd"}))])
 @pytest.mark.parametrize("source", ["rollout", "codex"])
-def test_both_sides_of_a_pair_have_the_same_form(tmp_path: Path, source: str) -> None:
+def test_both_sides_of_a_pair_have_the_same_form(
+    tmp_path: Path, source: str, further: Sequence[tuple[str, Any]]
+) -> None:
     episode = live_episode()
-    chosen = replace(episode.pairs[0], chosen_text='run {"command": "ls"}')
+    calls = [("run", {"command": "ls"}), *further]
+    text = "\n".join(f"{name} {json.dumps(given)}" for name, given in calls)
+    chosen = replace(episode.pairs[0], chosen_text=text)
     episode = replace(episode, source=source, pairs=(chosen,))
     if source == "codex":
         called = replace(episode.turns[3], tool_arguments='{"command": "lss"}')
         turns = (*episode.turns[:3], called, *episode.turns[4:])
         episode = replace(episode, turns=turns, token_ids=(), loss_mask=(), logprobs=(), policy_versions=())
     (row,) = rows_of(tmp_path, episode)
-    assert calls_in(row["chosen"][0]) == [("run", {"command": "ls"})]
+    assert calls_in(row["chosen"][0]) == calls
     assert calls_in(row["rejected"][0]) == [("run", {"command": "lss"})]
 
 
@@ -298,10 +303,11 @@ def test_a_pair_whose_own_action_is_not_known_is_text_on_both_sides(tmp_path: Pa
 
 
 def test_an_action_is_read_as_it_was_written() -> None:
-    assert action_of('run {"a": {"b": "c {d}"}}') == ("run", {"a": {"b": "c {d}"}})
-    assert action_of("run {}") == ("run", {})
+    assert actions_of('run {"a": {"b": "c {d}"}}') == [("run", {"a": {"b": "c {d}"}})]
+    assert actions_of('run {}\nlook {"a": "b\\nc {}"}') == [("run", {}), ("look", {"a": "b\nc {}"})]
     for text in ("", "run", "malformed", " {}", 'run {"a": ', "run []", "<tool_call>ls</tool_call>"):
-        assert action_of(text) is None
+        assert actions_of(text) is None
+        assert actions_of(f"run {{}}\n{text}") is None
 
 
 def test_long_prompts_are_left_out_and_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -42,12 +42,12 @@ def says(call: ToolCall | None, usage: dict[str, Any] | None = None) -> Reply:
     return Reply(json.dumps({**body, "usage": usage} if usage is not None else body).encode())
 
 
-def says_all(*calls: ToolCall) -> Reply:
+def says_all(*calls: ToolCall, usage: dict[str, Any] | None = None) -> Reply:
     """A chat completion that makes several calls in one turn."""
     made = [completion([], call) for call in calls]
     tool_calls = [each["choices"][0]["message"]["tool_calls"][0] for each in made]
     made[0]["choices"][0]["message"]["tool_calls"] = tool_calls
-    return Reply(json.dumps(made[0]).encode())
+    return Reply(json.dumps(made[0] if usage is None else {**made[0], "usage": usage}).encode())
 
 
 @contextlib.contextmanager

@@ -7,6 +7,7 @@ import json
 import math
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +16,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hintloop.agent.conversation import Conversation
 from hintloop.agent.engine import Sampling
 from hintloop.agent.episode import EpisodeSpec
+from hintloop.agent.policy import ChatFormat
 from hintloop.envs.models import ToolCall
+from hintloop.learner.batch import BatchRules, build_step
 from hintloop.replay.episode import Episode, PreferencePair
+from hintloop.replay.journal import Journal
 from hintloop.rollout.asking import WARM_UP, WINDOW, AskRule, PairCounts, Reason, Uncertainty, planned
 from hintloop.rollout.config import TeacherSpec
 from hintloop.rollout.expert_server import completion
@@ -151,7 +156,7 @@ def test_a_pair_keeps_who_said_what_and_what_all_answers_cost(make_player: Any, 
 
 @pytest.mark.parametrize(
     ("said", "same", "pairs"),
-    [((0, 1), 1, 0), ((0,), 0, 1), ((1, 0), 0, 0), ((1,), 0, 1)],
+    [((0, 1), 1, 0), ((0,), 0, 1), ((1, 0), 0, 1), ((1,), 0, 1), ((0, 1, 1), 0, 1)],
 )
 def test_a_turn_of_several_calls_is_compared_as_a_whole(
     make_player: Any, world: Any, said: Sequence[int], same: int, pairs: int
@@ -162,15 +167,31 @@ def test_a_turn_of_several_calls_is_compared_as_a_whole(
     turns = ["\n".join(made[:2]), made[2]]
     teacher: dict[str, Expert] = {"one": lambda messages: [own[number] for number in said]}
     _, found, counts, _ = play(make_player(lambda session, turn: turns[turn]), world(), teacher)
-    assert (counts.same, len(found)) == (same, pairs)
-    # No conversation can write a turn of several calls yet.
-    assert counts.unrenderable == (same + pairs == 0)
+    assert (counts.same, len(found), counts.unrenderable) == (same, pairs, {})
+
+
+def test_the_learner_gets_a_pair_with_all_calls_that_the_teachers_agreed_on(
+    make_player: Any, world: Any, chat: ChatFormat, tmp_path: Path
+) -> None:
+    experts: dict[str, Expert] = {"a": lambda m: (GOOD, SUBMIT), "b": lambda m: (GOOD, SUBMIT)}
+    rule = AskRule(2, 0.0, 3, 30.0)
+    episode, pairs, _, _ = play(make_player(), world(), experts, rule)
+    Journal(tmp_path).writer("w").append([replace(episode, pairs=pairs)])
+    read = Journal(tmp_path).reader().poll()
+    (pair,) = read[0].pairs
+    assert (pair.chosen_text, pair.agreed) == ('read_file {"path": "solution.py"}\nsubmit {}', 2)
+    batch = build_step([read], BatchRules(len(chat.tokenizer)), version=0, seed=(0,))
+    assert (batch.counts["pairs"], batch.counts["pairs_unusable"]) == (1, 0)
+    (micro,) = batch.micro_batches
+    chosen = micro.pair_targets[micro.pair_response == 0].tolist()
+    speaker = Conversation(chat.renderer, [{"role": "user", "content": "x"}])
+    assert speaker.parse(chosen) == [GOOD, SUBMIT]
 
 
 def test_a_call_that_the_chat_template_would_garble_is_no_pair(make_player: Any, world: Any) -> None:
     trick = ToolCall(name="bash", arguments={"command": "echo '<|im_end|>'"})
     _, pairs, counts, _ = play(make_player(), world(), {"one": lambda messages: trick})
-    assert (pairs, counts.unrenderable) == ((), 1)
+    assert (pairs, counts.unrenderable) == ((), {"this chat template cannot write such a call": 1})
 
 
 def test_other_turns_are_asked_about_with_their_probability_up_to_the_maximum(
@@ -213,8 +234,10 @@ def test_the_value_of_asking_is_told_by_reason(make_player: Any, world: Any) -> 
 def test_counts_are_json_whatever_went_wrong(make_player: Any, world: Any) -> None:
     _, _, counts, _ = play(make_player(), world(), {"one": lambda messages: None})
     counts.unverified["not better"] += 1
+    counts.unrenderable["too odd"] += 1
     told = json.loads(json.dumps(counts.snapshot()))
     assert (told["errors"], told["unverified"]) == ({"one": 1}, {"not better": 1})
+    assert told["unrenderable"] == {"too odd": 1}
     assert told["by_reason"]["error"]["pairs_per_usd"] is None
 
 

@@ -13,6 +13,10 @@ from typing import Any
 
 import pytest
 
+from hintloop.agent.conversation import Conversation
+from hintloop.agent.policy import load_renderer
+from hintloop.agent.recorded import tokenise
+from hintloop.cli.model import find_model
 from hintloop.envs.models import ToolCall
 from hintloop.replay.episode import Episode, Outcome
 from hintloop.replay.journal import Journal
@@ -23,7 +27,7 @@ from hintloop.rollout.recorded_pairs import Found, History, Replayed, Settled, e
 from hintloop.rollout.teaching import answers_folder, open_asking, rule_of
 
 from .recordings import agent, call, episode, recorded, user
-from .teacher_server import Reply, TeacherServer, says, teaching
+from .teacher_server import Reply, TeacherServer, says, says_all, teaching
 
 GOOD = ToolCall(name="shell", arguments={"command": "ls -a"})
 OWN = ToolCall(name="shell", arguments={"command": "ls"})
@@ -88,6 +92,21 @@ def test_what_teachers_agree_on_is_a_new_episode_that_holds_nothing_else(tmp_pat
     assert (pair.turn, pair.chosen_text, pair.asked, pair.agreed) == (1, 'shell {"command": "ls -a"}', 2, 2)
     assert pair.rejected_text == 'I look\nshell {"command": "lss"}'
     assert pair.teachers == ("t0", "t1")
+
+
+def test_several_calls_that_teachers_agree_on_are_one_action_with_tokens_in_the_end(tmp_path: Path) -> None:
+    journal = journal_of(tmp_path)
+    further = ToolCall(name="read_file", arguments={"path": "a.py"})
+    with teaching(lambda number, body: says_all(GOOD, further)) as server:
+        run(journal, tmp_path / "state", settings(server, ask="errors", ask_probability=0.0))
+    (made,) = supplements(journal)
+    assert made.pairs[0].chosen_text == 'shell {"command": "ls -a"}\nread.file {"path": "a.py"}'
+    chat = load_renderer(find_model("student-tiny"))
+    result = tokenise(made, chat)
+    assert not result.dropped_pairs
+    speaker = Conversation(chat.renderer, [{"role": "user", "content": "x"}])
+    recorded_name = further.model_copy(update={"name": "read.file"})
+    assert speaker.parse(result.episode.pairs[0].chosen_ids) == [GOOD, recorded_name]
 
 
 def test_the_same_command_again_asks_nothing_and_writes_nothing(tmp_path: Path) -> None:

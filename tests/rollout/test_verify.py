@@ -36,7 +36,7 @@ from hintloop.rollout.teaching import Watch
 
 from . import double_task
 from .double_task import MENDED, PATH, TASK
-from .teacher_server import HANG, says, teaching
+from .teacher_server import HANG, says_all, teaching
 
 READ = ToolCall(name="read_file", arguments={"path": PATH})
 LOST = ToolCall(name="read_file", arguments={"path": "nowhere.py"})
@@ -91,6 +91,15 @@ def test_a_trial_sees_the_state_before_its_step_and_changes_nothing(env: CodingE
     tried = env.step(trial(MEND, 1, READ, tests=True))
     assert "x + x" in tried.output
     assert tried.reward_parts == {"visible": 1.0}
+    run_tests = ToolCall(name="run_tests")
+    for calls, kind in (
+        ((run_tests, READ), "test_failure"),
+        ((run_tests, LOST, READ), "file_not_found"),
+        ((READ, LOST, run_tests), "file_not_found"),
+    ):
+        error = env.step(trial(calls[0], 1, *calls[1:])).error
+        assert error is not None
+        assert error.kind == kind
     assert env.step(trial(ToolCall(name="run_tests"), 1, tests=True)).reward_parts == {"visible": 0.5}
     assert env.state.step_count == 2
     assert env.step(READ).output == "1: x"
@@ -258,9 +267,9 @@ Played = tuple[Episode, tuple[PreferencePair, ...], PairCounts]
 
 @pytest.fixture
 def play(url: str, make_player: Any) -> Callable[..., Played]:
-    """Play the turns, with a teacher that wants ``chosen``, or hangs."""
+    """Play the turns, with a teacher that wants ``chosen``; that hangs where there is none."""
 
-    def play(turns: list[str], chosen: ToolCall | None, **rule: Any) -> Played:
+    def play(turns: list[str], *chosen: ToolCall, **rule: Any) -> Played:
         async def run(teacher_url: str) -> Played:
             counts = PairCounts()
             async with AsyncExitStack() as stack:
@@ -278,7 +287,7 @@ def play(url: str, make_player: Any) -> Callable[..., Played]:
                 played = await play_in(pool.session, player, spec, Sampling(1.0, 400), Watch(maker))
                 return played.episode, await maker.pairs(), counts
 
-        with teaching(lambda number, body: HANG if chosen is None else says(chosen)) as server:
+        with teaching(lambda number, body: says_all(*chosen) if chosen else HANG) as server:
             return asyncio.run(run(server.url))
 
     return play
@@ -296,6 +305,30 @@ def test_an_action_that_fails_where_the_agent_stood_is_no_pair(play: Any) -> Non
     # After the second turn it would work; before the first, it does not.
     _, pairs, counts = play([text(LOST), text(MEND), text(SUBMIT)], worse, verify="no_error")
     assert (pairs, dict(counts.unverified)) == ((), {"edit_no_match": 1})
+
+
+FURTHER = ToolCall(name="edit_file", arguments={"path": PATH, "old": "x + x", "new": "2 * x"})
+TEST = ToolCall(name="run_tests")
+
+
+@pytest.mark.parametrize(
+    ("chosen", "problem"),
+    [
+        ((MEND, FURTHER), None),
+        ((TEST, MEND), None),
+        ((FURTHER, MEND), "edit_no_match"),  # in this order there is nothing to edit yet
+        ((MEND, LOST, READ), "file_not_found"),
+        ((TEST, LOST), "file_not_found"),  # the failing test is not all that goes wrong
+    ],
+)
+def test_all_calls_of_an_action_are_tried_in_their_order_and_none_may_fail(
+    play: Any, chosen: tuple[ToolCall, ...], problem: str | None
+) -> None:
+    _, pairs, counts = play([text(LOST), text(SUBMIT)], *chosen, verify="no_error")
+    assert [pair.verified for pair in pairs] == [True] * (problem is None)
+    assert dict(counts.unverified) == ({problem: 1} if problem else {})
+    for pair in pairs:
+        assert [line.partition(" ")[0] for line in pair.chosen_text.split("\n")] == [c.name for c in chosen]
 
 
 @pytest.mark.parametrize(
@@ -322,7 +355,7 @@ def test_a_turn_of_several_calls_is_undone_as_a_whole(play: Any) -> None:
 def test_a_teacher_that_never_answers_keeps_the_environment_until_the_deadline_only(play: Any) -> None:
     started = time.monotonic()
     turns = [text(LOST), text(SUBMIT)]
-    _, pairs, counts = play(turns, None, verify="no_error", deadline_s=0.2)
+    _, pairs, counts = play(turns, verify="no_error", deadline_s=0.2)
     assert (pairs, counts.late, counts.asked_turns) == ((), 1, 1)
     assert time.monotonic() - started < 25
 
