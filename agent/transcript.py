@@ -42,6 +42,7 @@ class TurnEvent:
     task: TaskInfo
     calls: tuple[ToolCall, ...]
     errors: tuple[ToolError, ...]
+    """Those that the model caused first."""
     sampled_ids: tuple[int, ...]
     logprobs: tuple[float, ...]
     """Of the sampled tokens, nats."""
@@ -185,8 +186,9 @@ class Transcript:
         return tuple(sites.values())
 
     def _note_errors(self, made: Sequence[tuple[ToolCall, ToolResult]]) -> None:
-        """Count the errors of the last turn; the first becomes its own."""
+        """Count the errors of the last turn; the first that the model caused becomes its own, or else the first."""
         failed = [(call, result, result.error) for call, result in made if result.error is not None]
+        failed.sort(key=lambda each: _other_cause(each[2]))
         self._kinds.update(error.kind for _, _, error in failed)
         if not failed:
             return
@@ -228,7 +230,9 @@ class Transcript:
             messages=before,
             task=self._task,
             calls=tuple(calls),
-            errors=tuple(result.error for result in results if result.error is not None),
+            errors=tuple(
+                sorted((result.error for result in results if result.error is not None), key=_other_cause)
+            ),
             sampled_ids=sample.token_ids,
             logprobs=sample.logprobs,
             step=self._steps + 1 - len(results),
@@ -286,3 +290,8 @@ class Transcript:
         for number, result in enumerate(results):
             reply = {"role": "tool", "tool_call_id": f"call_{turn}_{number}", "content": result.output}
             self._messages.append(reply)
+
+
+def _other_cause(error: ToolError) -> bool:
+    """Sorts errors: what the model got wrong is the mistake of a turn, also behind a test that fails."""
+    return error.cause is not Cause.MODEL

@@ -70,7 +70,7 @@ async def guest(chat: ChatFormat, texts: Sequence[str]) -> AsyncIterator[Guest]:
     engine = ScriptedEngine(chat.tokenizer, lambda session, turn: texts[turn], stop_id=stop, version=5)
     player = Player(engine=engine, chat=retaining(chat), model="student", env="coding", max_tokens=4000)
     spec = EpisodeSpec("g000000-0", "g000000", TASK.task_id)
-    visit = Visit(player, Environment(), spec, TASK, Sampling(1.0, 400), None, None)
+    visit = Visit(player, Environment(), spec, TASK, Sampling(1.0, 400), None, None, refuse_sampling=False)
     desk = Desk("student")
     async with desk.open(), httpx.AsyncClient(timeout=60) as client:
         with desk.admit(visit) as key:

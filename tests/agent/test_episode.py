@@ -31,6 +31,7 @@ TASK = TaskInfo(
 SPEC = EpisodeSpec("g000000-0", "g000000", "bugfix/x")
 SOLVED = ToolResult(output="submitted", done=True, reward=1.0, reward_parts={"tests": 1.0})
 MISSING = failure(tool_error("file_not_found", "no such file: a.py", path="a.py", files=["solution.py"]))
+FAILING = ToolResult(output="3/4 pass", error=tool_error("test_failure", "3/4 pass"), exit_code=1)
 INFRA = failure(tool_error("connection_error", "the sandbox is gone")).model_copy(update={"done": True})
 
 
@@ -146,20 +147,24 @@ def test_a_hint_that_cannot_be_rendered_is_counted(chat: ChatFormat) -> None:
 
 
 def test_a_failing_test_is_not_the_agents_error(chat: ChatFormat) -> None:
-    failing = ToolResult(output="3/4 pass", error=tool_error("test_failure", "3/4 pass"), exit_code=1)
-    played = play(chat, ListedEnvironment([failing, SOLVED]), [call("run_tests"), call("submit")])
+    played = play(chat, ListedEnvironment([FAILING, SOLVED]), [call("run_tests"), call("submit")])
     assert not played.episode.hint_sites
     assert not played.notes.dropped_sites
     assert played.episode.turns[2].error_cause == "user"
     assert played.episode.turns[3].exit_code == 1
 
 
-def test_the_first_error_of_a_turn_with_several_calls_is_the_turns_error(chat: ChatFormat) -> None:
+@pytest.mark.parametrize("tests", [ToolResult(output="fine"), FAILING])
+def test_the_agents_first_error_in_a_turn_with_several_calls_is_the_turns_error(
+    chat: ChatFormat, tests: ToolResult
+) -> None:
     wrong = failure(tool_error("type_error", "missing argument: path", name="read_file", required=["path"]))
-    env = ListedEnvironment([ToolResult(output="fine"), MISSING, wrong, SOLVED])
+    env = ListedEnvironment([tests, MISSING, wrong, SOLVED])
     both = "\n".join([call("run_tests"), call("read_file", path="a.py"), call("read_file")])
-    played = play(chat, env, [both, call("submit")])
+    events: list[TurnEvent] = []
+    played = play(chat, env, [both, call("submit")], observe=events.append)
     assert len(env.calls) == 4
+    assert events[0].errors[0].kind == "file_not_found"
     assert [site.kind for site in played.episode.hint_sites] == ["file_not_found"]
     tools = [turn for turn in played.episode.turns if turn.role == "tool"]
     assert [turn.end > turn.start for turn in tools] == [True, False, False, False]
