@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain, repeat
 from typing import Any
 
 from renderers import ToolCallParseStatus
@@ -65,6 +66,8 @@ class Conversation:
         self.policy_versions: list[int] = [NOT_SAMPLED] * len(opened)
         self._prompts = [_Prompt(len(opened), 0, tuple(messages), 0)]
         self._num_calls = 0
+        self._answers: list[Message] = []
+        """One message for each call of the last turn, still without what the call gives."""
         self._looks_back: bool | None = None
         """Whether the renderer needs more than the last turn; None before it was tried."""
 
@@ -83,28 +86,38 @@ class Conversation:
         self.loss_mask += [1] * len(sample.token_ids)
         self.logprobs += sample.logprobs
         self.policy_versions += sample.policy_versions
-        calls = self.parse(sample.token_ids)
-        self._num_calls += sum(call.malformed is None for call in calls)
-        return calls
+        made = self._read(sample.token_ids)
+        self._num_calls += sum(call.malformed is None for call, _ in made)
+        self._answers = [_answer(call, id_) for call, id_ in made]
+        return [call for call, _ in made]
 
     def parse(self, completion_ids: Sequence[int]) -> list[ToolCall]:
         """The tool calls in a completion; one malformed call when there is none that can be executed."""
+        return [call for call, _ in self._read(completion_ids)]
+
+    def _read(self, completion_ids: Sequence[int]) -> list[tuple[ToolCall, str | None]]:
+        """The same, each call with the id that the model gave it, where its format has ids."""
         parsed = self._renderer.parse_response(list(completion_ids), tools=self._tools)
-        calls = [
-            ToolCall(name=call.name, arguments=call.arguments)
+        found = [
+            (ToolCall(name=call.name, arguments=call.arguments), call.id)
             for call in parsed.tool_calls
             if call.status in (ToolCallParseStatus.OK, ToolCallParseStatus.UNKNOWN_TOOL)
             and call.name
             and isinstance(call.arguments, dict)
         ]
-        if calls:
-            return calls
+        if found:
+            return found
         raw = parsed.tool_calls[0].raw if parsed.tool_calls else parsed.content
-        return [ToolCall(malformed=raw or "")]
+        return [(ToolCall(malformed=raw or ""), None)]
 
     def add_results(self, outputs: Sequence[str]) -> None:
-        """Append tool results and the next generation prompt. Raises ``RenderError``."""
-        self.add_messages([{"role": "tool", "content": output} for output in outputs])
+        """Append the results of the last turn's calls and the next generation prompt. Raises ``RenderError``."""
+        self.add_messages(self.results(outputs))
+
+    def results(self, outputs: Sequence[str]) -> list[Message]:
+        """What the calls of the last turn gave, as messages."""
+        answers = chain(self._answers, repeat({"role": "tool"}))
+        return [{**answer, "content": output} for output, answer in zip(outputs, answers, strict=False)]
 
     def add_messages(self, messages: Sequence[Message]) -> None:
         """Append what follows a turn, and the next generation prompt. Raises ``RenderError``."""
@@ -189,3 +202,13 @@ class Conversation:
         if ids[:known] != prompt + completion:
             raise RenderError("the renderer changed earlier tokens")
         return ids[known:]
+
+
+def _answer(call: ToolCall, call_id: str | None) -> Message:
+    """Templates write the tool's name (Gemma, Kimi, gpt-oss) or the call's id (Kimi) in front of a result."""
+    answer: Message = {"role": "tool"}
+    if call.malformed is None:
+        answer["name"] = call.name
+    if call_id is not None:
+        answer["tool_call_id"] = call_id
+    return answer

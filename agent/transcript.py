@@ -149,7 +149,7 @@ class Transcript:
 
     def add_results(self, outputs: Sequence[str]) -> bool:
         """Append tool results to the tokens; False when the chat template cannot."""
-        return self.append([{"role": "tool", "content": output} for output in outputs])
+        return self.append(self.conversation.results(outputs))
 
     def append(self, messages: Sequence[Message]) -> bool:
         """Append what follows the last turn to the tokens; False when the chat template cannot."""

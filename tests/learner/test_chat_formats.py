@@ -223,6 +223,18 @@ def test_kimi_numbers_calls_through_the_whole_conversation() -> None:
     assert re.findall(r"functions\.read_file:\d+", text) == ["functions.read_file:2", "functions.read_file:3"]
 
 
+def test_results_are_told_by_the_name_or_the_id_of_their_call() -> None:
+    tokenizer, conversation, _ = played("kimi-k2")
+    text = tokenizer.decode(conversation.token_ids)
+    assert re.findall(r"<.im_system.>\s?(\w+)<.im_middle.>", text)[-len(PATHS) :] == ["read_file"] * len(
+        PATHS
+    )
+    ids = [f"functions.read_file:{number}" for number in range(len(PATHS))]
+    assert re.findall(r"Return of (\S+)", text) == ids
+    tokenizer, conversation, _ = played("gemma4")
+    assert tokenizer.decode(conversation.token_ids).count("response:read_file") == len(PATHS)
+
+
 def test_a_format_that_takes_no_hint_in_mid_conversation_says_so() -> None:
     _, conversation, _ = played("gemma4")
     with pytest.raises(RenderError):
