@@ -1,20 +1,28 @@
-"""What every engine promises: the local one, one server, and a pool of servers, in each way that they get versions."""
+"""What every engine promises: the local one, simulated servers and real vLLM, in each way that servers get versions.
+
+Real vLLM (see ``vllm_process``) is started when the first case needs it, and once for all of them.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from transformers import Qwen3ForCausalLM
 
 from hintloop.agent.engine import EngineError, Sample, Sampling
+from hintloop.learner.config import LearnerConfig
+from hintloop.learner.lora import add_lora, plain_tensors, save_adapter
 from hintloop.replay.weights import WeightStore
+from hintloop.rollout.engines import publish_direct
 from hintloop.rollout.engines.local import LocalEngine
 from hintloop.rollout.engines.pool import Pool
 from hintloop.rollout.engines.publish import Fetch, Way
@@ -24,12 +32,19 @@ from hintloop.rollout.engines.sim import SimEngine
 from hintloop.rollout.engines.sim_model import SimModel
 from hintloop.rollout.engines.sim_plan import Plan
 from hintloop.rollout.engines.sim_server import in_thread
+from hintloop.rollout.engines.vllm import Patience
 
-VOCABULARY = 64
+from .vllm_process import ADAPTERS, START_S, TRANSFER, VOCABULARY, python_path, serving, tiny_model
+
 STOP = 7
 MAX_LENGTH = 256
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6]
-DEADLINE_S = 30.0
+TOLERANCE = 1e-4
+"""Nats."""
+DEADLINE_S, VLLM_DEADLINE_S = 30.0, 300.0
+
+Scores = Callable[[int, Sequence[int], float], list[float]]
+"""(version, token ids, temperature) -> log-probabilities of all but the first."""
 
 
 @dataclass
@@ -39,8 +54,11 @@ class Tried:
     engine: Any
     store: WeightStore
     cache: Path
-    score: Callable[[int, Sequence[int]], list[float]]
-    """(version, token ids) -> log-probabilities of all but the first."""
+    scores: Scores
+    keeps_version: bool = False
+    """A request keeps the version that it began with."""
+    recomputes: bool = True
+    """What older weights computed of a context is computed anew when weights change."""
 
     async def load(self, version: int) -> None:
         folder = await asyncio.to_thread(self.store.fetch, version, self.cache)
@@ -51,89 +69,189 @@ class Tried:
         assert isinstance(sample, Sample)
         return sample
 
+    def check(self, sample: Sample, limit: int, *, temperature: float = 1.0) -> None:
+        """The record is whole, and each log-probability is that which the version recorded with it gives."""
+        count, versions = len(sample.token_ids), sample.policy_versions
+        assert 1 <= count <= limit
+        assert len(sample.logprobs) == len(versions) == count
+        assert list(versions) == sorted(versions)
+        assert STOP not in sample.token_ids[:-1]
+        assert sample.finish_reason == ("stop" if sample.token_ids[-1] == STOP else "length")
+        assert sample.finish_reason == "stop" or count == limit
+        known = {
+            version: self.scores(version, [*PROMPT, *sample.token_ids], temperature or 1.0)[len(PROMPT) - 1 :]
+            for version in (versions if self.recomputes else versions[:1])
+        }
+        for at, version in enumerate(versions):
+            if version in known:
+                assert sample.logprobs[at] == pytest.approx(known[version][at], abs=TOLERANCE)
+
+
+def publish_two(root: Path, model: Any) -> WeightStore:
+    """Two versions of what is trained of a model, each with its probe."""
+    store, probes = WeightStore(root / "weights"), []
+    trained = [weight for weight in model.parameters() if weight.requires_grad]
+    for version in (0, 1):
+        with torch.no_grad():
+            for weight in trained:
+                weight.add_(0.05 * torch.randn_like(weight))
+        folder = root / f"made{version}"
+        model.save_pretrained(folder, state_dict=plain_tensors(model))
+        if len(trained) < len(list(model.parameters())):
+            save_adapter(model, folder / FOLDER)
+        ids = list(range(5, 45))
+        probes.append(logprobs(model, ids, 1.0))
+        probe = {"token_ids": ids, "logprobs": probes[-1]}
+        store.publish(version, folder, metadata={"probe": probe})
+    assert max(abs(a - b) for a, b in zip(*probes, strict=True)) > 100 * TOLERANCE
+    return store
+
+
+def logprobs(model: Any, ids: Sequence[int], temperature: float) -> list[float]:
+    with torch.no_grad():
+        logits = model(torch.tensor([list(ids)])).logits[0, :-1] / temperature
+    found: list[float] = logits.log_softmax(-1).gather(1, torch.tensor(ids[1:])[:, None])[:, 0].tolist()
+    return found
+
 
 @pytest.fixture(scope="module")
 def store(tmp_path_factory: pytest.TempPathFactory) -> WeightStore:
     """Versions 0 and 1 of a tiny model."""
-    root = tmp_path_factory.mktemp("engines")
-    store = WeightStore(root / "weights")
-    for version in (0, 1):
-        torch.manual_seed(version)
-        config = Qwen3Config(
-            vocab_size=VOCABULARY,
-            hidden_size=16,
-            intermediate_size=32,
-            num_hidden_layers=1,
-            num_attention_heads=2,
-            num_key_value_heads=1,
-            head_dim=8,
-            tie_word_embeddings=True,
-        )
-        folder = root / f"made{version}"
-        Qwen3ForCausalLM(config).save_pretrained(folder)
-        (folder / FOLDER).mkdir()
-        (folder / FOLDER / "adapter_config.json").write_text(f'{{"r": {version + 1}}}')
-        store.publish(version, folder, metadata={})
-    return store
+    return publish_two(tmp_path_factory.mktemp("engines"), tiny_model())
 
 
-def model_scores(store: WeightStore, cache: Path) -> Callable[[int, Sequence[int]], list[float]]:
-    def score(version: int, ids: Sequence[int]) -> list[float]:
-        model = Qwen3ForCausalLM.from_pretrained(store.fetch(version, cache), dtype=torch.float32)
-        with torch.no_grad():
-            logits = model(torch.tensor([list(ids)])).logits[0, :-1].log_softmax(-1)
-        found: list[float] = logits.gather(1, torch.tensor(ids[1:])[:, None])[:, 0].tolist()
-        return found
-
-    return score
+@pytest.fixture(scope="module")
+def lora_store(tmp_path_factory: pytest.TempPathFactory) -> WeightStore:
+    """The same with an adapter on it, which alone changes."""
+    return publish_two(
+        tmp_path_factory.mktemp("adapters"), add_lora(tiny_model(), LearnerConfig(lora_rank=4))
+    )
 
 
-def sim_scores(store: WeightStore, cache: Path, under: str) -> Callable[[int, Sequence[int]], list[float]]:
-    def score(version: int, ids: Sequence[int]) -> list[float]:
-        return SimModel.of(store.fetch(version, cache, under=under)).score(ids)
+def model_scores(store: WeightStore, folder: Path) -> Scores:
+    @cache
+    def model(version: int) -> Any:
+        return Qwen3ForCausalLM.from_pretrained(store.fetch(version, folder), dtype=torch.float32)
 
-    return score
+    return lambda version, ids, temperature: logprobs(model(version), ids, temperature)
+
+
+def sim_scores(store: WeightStore, folder: Path, under: str) -> Scores:
+    """A simulated model is the same at every temperature."""
+
+    @cache
+    def model(version: int) -> SimModel:
+        return SimModel.of(store.fetch(version, folder, under=under))
+
+    return lambda version, ids, _: model(version).score(ids)
 
 
 @contextlib.asynccontextmanager
 async def local(store: WeightStore, tmp_path: Path) -> AsyncIterator[Tried]:
     model = Qwen3ForCausalLM.from_pretrained(store.fetch(0, tmp_path), dtype=torch.float32)
     engine = LocalEngine(model, [STOP], slots=4, max_length=MAX_LENGTH, threads=1, seed=0)
-    yield Tried(engine, store, tmp_path, model_scores(store, tmp_path))
+    yield Tried(engine, store, tmp_path, model_scores(store, tmp_path), recomputes=False)
     await engine.close()
 
 
 @contextlib.asynccontextmanager
-async def remote(store: WeightStore, tmp_path: Path, count: int, way: Way) -> AsyncIterator[Tried]:
+async def simulated(store: WeightStore, tmp_path: Path, count: int, way: Way) -> AsyncIterator[Tried]:
     plan = Plan(token_ms=0.5, max_model_len=MAX_LENGTH, max_requests=8, vocabulary=VOCABULARY)
     with contextlib.ExitStack() as stack:
         caches = [tmp_path / f"server{number}" for number in range(count)]
         urls = [stack.enter_context(in_thread(SimEngine(plan, cache=cache))) for cache in caches]
-        pool = Pool(urls, weights_uri=store.uri, stop_ids=[STOP], way=way)
         scores = sim_scores(store, tmp_path / "sim", FOLDER if way.by_name else "")
-        tried = Tried(pool, store, tmp_path, scores)
-        await tried.load(0)
-        yield tried
-        await pool.close()
+        async with on_servers(urls, store, tmp_path, way, scores) as tried:
+            yield tried
+
+
+@contextlib.asynccontextmanager
+async def on_servers(
+    urls: list[str], store: WeightStore, tmp_path: Path, way: Way, scores: Scores
+) -> AsyncIterator[Tried]:
+    patience = Patience(connect=60.0)  # for a busy machine
+    pool = Pool(
+        urls,
+        weights_uri=store.uri,
+        stop_ids=[STOP],
+        way=way,
+        patience=patience,
+        probe_tolerance=TOLERANCE,
+    )
+    tried = Tried(pool, store, tmp_path, scores, keeps_version=way.by_name)
+    await tried.load(0)
+    yield tried
+    await pool.close()
+
+
+@pytest.fixture(scope="module")
+def path(repository: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
+    return python_path(tmp_path_factory.mktemp("ns"), repository)
+
+
+@dataclass
+class Server:
+    url: str
+    log: Path
+
+
+@pytest.fixture(scope="module")
+def real(path: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Server]]:
+    """``real(*options)``: the server with these options, started if there is none."""
+    with contextlib.ExitStack() as stack:
+
+        @cache
+        def start(*options: str) -> Server:
+            folder = tmp_path_factory.mktemp("vllm")
+            tiny_model().save_pretrained(folder / "base")
+            server = serving(folder, folder / "base", path, *options, max_length=MAX_LENGTH)
+            return Server(stack.enter_context(server), folder / "log")
+
+        yield start
+
+
+@pytest.fixture
+def found_by_senders(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The sender of a direct transfer runs in vLLM's environment, where that is known."""
+    monkeypatch.setenv("PYTHONPATH", path)
 
 
 Run = Callable[[Callable[[Tried], Awaitable[None]]], None]
+REAL = [pytest.mark.vllm, pytest.mark.slow]
+WAYS = {"fetch": Fetch, "adapter": Adapter, "direct": Direct}
 
 
-@pytest.fixture(params=["local", "server", "pool", "adapter", "direct"])
-def run(request: pytest.FixtureRequest, store: WeightStore, tmp_path: Path) -> Run:
+@pytest.fixture(
+    params=[
+        "local",
+        "server fetch",
+        "pool fetch",
+        "pool adapter",
+        "pool direct",
+        *(pytest.param(f"vllm {way}", marks=REAL) for way in WAYS),
+    ]
+)
+def run(request: pytest.FixtureRequest, found_by_senders: None, tmp_path: Path) -> Run:
     """Runs a check on an engine, with a deadline."""
+    kind, _, way_name = request.param.partition(" ")
+    store = request.getfixturevalue("lora_store" if way_name == "adapter" else "store")
+    url = ""
+    if kind == "vllm":
+        start = request.getfixturevalue("real")
+        url = start(*(ADAPTERS if way_name == "adapter" else TRANSFER)).url
+
+    def opened() -> AbstractAsyncContextManager[Tried]:
+        if kind == "local":
+            return local(store, tmp_path)
+        way: Way = WAYS[way_name]()
+        if kind == "vllm":
+            return on_servers([url], store, tmp_path, way, model_scores(store, tmp_path))
+        return simulated(store, tmp_path, 1 if kind == "server" else 2, way)
 
     def run(check: Callable[[Tried], Awaitable[None]]) -> None:
         async def whole() -> None:
-            opened = {
-                "local": lambda: local(store, tmp_path),
-                "server": lambda: remote(store, tmp_path, 1, Fetch()),
-                "pool": lambda: remote(store, tmp_path, 2, Fetch()),
-                "adapter": lambda: remote(store, tmp_path, 2, Adapter()),
-                "direct": lambda: remote(store, tmp_path, 2, Direct()),
-            }[request.param]()
-            async with asyncio.timeout(DEADLINE_S), opened as tried:
+            seconds = VLLM_DEADLINE_S if kind == "vllm" else DEADLINE_S
+            async with asyncio.timeout(seconds), opened() as tried:
                 await check(tried)
 
         asyncio.run(whole())
@@ -143,20 +261,22 @@ def run(request: pytest.FixtureRequest, store: WeightStore, tmp_path: Path) -> R
 
 def test_a_sample_is_a_record_of_each_token(run: Run) -> None:
     async def check(tried: Tried) -> None:
-        samples = [await tried.sample(40, session=str(number)) for number in range(12)]
+        samples = await asyncio.gather(*(tried.sample(40, session=str(number)) for number in range(12)))
         for sample in samples:
-            count = len(sample.token_ids)
-            assert 1 <= count <= 40
-            assert len(sample.logprobs) == len(sample.policy_versions) == count
+            tried.check(sample, 40)
             assert set(sample.policy_versions) == {0}
-            stopped = sample.token_ids[-1] == STOP
-            assert STOP not in sample.token_ids[:-1]
-            assert sample.finish_reason == ("stop" if stopped else "length")
-            assert stopped or count == 40
-            known = tried.score(0, [*PROMPT, *sample.token_ids])[len(PROMPT) - 1 :]
-            assert sample.logprobs == pytest.approx(known, abs=1e-4)
         assert len({sample.token_ids for sample in samples}) > 1
         assert "stop" in {sample.finish_reason for sample in samples}
+
+    run(check)
+
+
+def test_the_record_is_of_the_tempered_distribution_and_a_greedy_one_of_the_untempered(run: Run) -> None:
+    async def check(tried: Tried) -> None:
+        temperatures = (0.5, 2.0, 0.0)
+        asked = (tried.sample(40, temperature=each, session=str(each)) for each in temperatures)
+        for temperature, sample in zip(temperatures, await asyncio.gather(*asked), strict=True):
+            tried.check(sample, 40, temperature=temperature)
 
     run(check)
 
@@ -211,24 +331,33 @@ def test_new_weights_count_from_the_moment_they_are_loaded(run: Run) -> None:
     async def check(tried: Tried) -> None:
         await tried.load(1)
         assert tried.engine.version == 1
-        samples = await asyncio.gather(*(tried.sample(20, session=str(number)) for number in range(8)))
-        for sample in samples:
+        for sample in await asyncio.gather(*(tried.sample(20, session=str(number)) for number in range(8))):
+            tried.check(sample, 20)
             assert set(sample.policy_versions) == {1}
-            known = tried.score(1, [*PROMPT, *sample.token_ids])[len(PROMPT) - 1 :]
-            assert sample.logprobs == pytest.approx(known, abs=1e-4)
 
     run(check)
 
 
 def test_requests_go_on_while_weights_change(run: Run) -> None:
     async def check(tried: Tried) -> None:
-        asked = [asyncio.create_task(tried.sample(200, session=str(number))) for number in range(12)]
-        await asyncio.sleep(0.02)
-        await tried.load(1)
-        for sample in await asyncio.gather(*asked):
-            versions = list(sample.policy_versions)
-            assert versions == sorted(versions)
-            assert set(versions) <= {0, 1}
+        sampled: list[Sample] = []
+        loaded = asyncio.Event()
+
+        async def ask(name: int) -> None:
+            while not loaded.is_set():
+                sampled.append(await tried.sample(200, session=f"{name} {len(sampled)}"))
+
+        async with asyncio.TaskGroup() as asking:
+            for name in range(8):
+                asking.create_task(ask(name))
+            await tried.sample(1, session="first")
+            await tried.load(1)
+            loaded.set()
+        for sample in sampled:
+            tried.check(sample, 200)
+        assert 0 in {sample.policy_versions[0] for sample in sampled}
+        spanning = any(set(sample.policy_versions) == {0, 1} for sample in sampled)
+        assert spanning != tried.keeps_version
 
     run(check)
 
@@ -253,3 +382,39 @@ def test_a_closed_engine_refuses(run: Run) -> None:
             await tried.sample(5)
 
     run(check)
+
+
+@pytest.mark.vllm
+@pytest.mark.slow
+def test_a_broken_transfer_ends_a_real_server_which_comes_back(
+    store: WeightStore,
+    real: Callable[..., Server],
+    found_by_senders: None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    ask, broken = publish_direct.Sender.ask, False
+
+    async def ask_and_break(self: publish_direct.Sender, what: str, seconds: float, **details: Any) -> Any:
+        nonlocal broken
+        if what == "send" and not broken:
+            broken = True
+            self._process.kill()
+        return await ask(self, what, seconds, **details)
+
+    monkeypatch.setattr(publish_direct.Sender, "ask", ask_and_break)
+    server = real(*TRANSFER)
+
+    async def check() -> None:
+        opened = partial(on_servers, [server.url], store, tmp_path, scores=model_scores(store, tmp_path))
+        async with asyncio.timeout(VLLM_DEADLINE_S):
+            async with opened(way=Fetch()) as tried:  # so that the other way has something to change
+                await tried.load(1)
+        async with asyncio.timeout(VLLM_DEADLINE_S + START_S), opened(way=Direct()) as tried:
+            sample = await tried.sample(60)  # by a server that was started again
+            tried.check(sample, 60)
+            assert set(sample.policy_versions) == {0}
+
+    asyncio.run(check())
+    assert broken
+    assert "is started again" in server.log.read_text()
