@@ -14,7 +14,7 @@ from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from hintloop.rollout.engines.sim_model import SimModel, context_of, fold, hash_of
 from hintloop.rollout.engines.sim_plan import Fault, Faults, Plan
@@ -172,7 +172,7 @@ class SimEngine:
             if fault and fault.kind in ("drop", "hang", "restart"):
                 size = min(size, fault.tokens - len(answer.token_ids))
                 if size <= 0:
-                    await self._fail(fault)
+                    await self.fail(fault)
             if answer.token_ids:
                 await asyncio.sleep(size * self.plan.token_ms / 1e3)
             while self.paused and not answer.aborted and life == self.restarts:
@@ -202,7 +202,8 @@ class SimEngine:
             answer.finish_reason = "length"
         return context
 
-    async def _fail(self, fault: Fault) -> None:
+    async def fail(self, fault: Fault) -> NoReturn:
+        """Suffer a ``drop``, ``hang`` or ``restart``. Raises ``Dropped``."""
         if fault.kind == "hang":
             await asyncio.sleep(HANG_S)
         if fault.kind == "restart":

@@ -9,6 +9,10 @@ kind = "drop"
 skip = 10
 times = 2
 tokens = 5
+
+[[fault]]
+kind = "hang"
+place = "resume"
 """
 
 from __future__ import annotations
@@ -17,9 +21,9 @@ import json
 import tomllib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 Kind = Literal[
     "slow",
@@ -45,7 +49,36 @@ WHERE: dict[Kind, str] = {
     "break_load": "load",
     "stale_load": "load",
 }
-"""Which calls a fault strikes."""
+"""What a fault strikes that names no place: a call, or in the worker the fetch or the load."""
+Place = Literal[
+    "generate",
+    "abort_requests",
+    "pause",
+    "resume",
+    "is_paused",
+    "update_weight_version",
+    "weight_info",
+    "hintloop_fetch",
+    "hintloop_status",
+    "hintloop_load",
+    "hintloop_suits",
+    "hintloop_end_in",
+    "hintloop_quit",
+    "load_lora_adapter",
+    "unload_lora_adapter",
+    "get_world_size",
+    "init_weight_transfer_engine",
+    "shutdown_weight_transfer_engine",
+    "start_weight_update",
+    "update_weights",
+    "finish_weight_update",
+    "health",
+    "models",
+    "server_info",
+]
+"""A call: the last part of its route, or for ``/collective_rpc`` the method of the worker."""
+ANYWHERE: tuple[Kind, ...] = ("slow", "error", "drop", "hang", "restart")
+"""Kinds that may strike any call."""
 
 
 class _Model(BaseModel):
@@ -61,6 +94,10 @@ class Fault(_Model):
     after ``tokens`` the process starts anew, with no weights, ``seconds`` later. ``corrupt``: what was fetched
     is not what was published. ``refuse_load``: the load, of an adapter too, or the transfer fails before the model is
     touched. ``break_load``: it fails half-way. ``stale_load``: it claims success and keeps the old weights."""
+    place: Place | None = None
+    """The call that ``slow``, ``error``, ``drop``, ``hang`` or ``restart`` strikes, if it is another one than
+    ``generate``. What is asked for is then done for ``slow`` and ``drop``, which loses the answer alone; for the
+    others it is not."""
     skip: int = Field(default=0, ge=0)
     """Calls that pass before it strikes."""
     times: int = Field(default=1, ge=0)
@@ -68,6 +105,19 @@ class Fault(_Model):
     seconds: float = Field(default=1.0, ge=0)
     status: int = Field(default=500, ge=400, le=599)
     tokens: int = Field(default=0, ge=0)
+
+    @property
+    def where(self) -> str:
+        """What it strikes."""
+        return self.place or WHERE[self.kind]
+
+    @model_validator(mode="after")
+    def _check_place(self) -> Self:
+        if self.kind not in ANYWHERE and self.where != WHERE[self.kind]:
+            raise ValueError(f"{self.kind} strikes {WHERE[self.kind]} alone, not {self.place}")
+        if self.tokens and self.where != "generate":
+            raise ValueError(f"{self.where} has no tokens after which {self.kind} could strike")
+        return self
 
 
 class Plan(_Model):
@@ -108,16 +158,17 @@ class Faults:
     def strike(self, where: str) -> Fault | None:
         """The fault of a call that happens now, if there is one."""
         struck: Fault | None = None
-        for entry in self._left:
-            fault, skip, _ = entry
-            if WHERE[fault.kind] != where:
+        for entry in list(self._left):
+            fault, skip, times = entry
+            if fault.where != where:
                 continue
             if skip > 0:
                 entry[1] -= 1
             elif struck is None:
                 struck = fault
                 entry[2] -= 1
-        self._left = [entry for entry in self._left if entry[2] != 0]
+                if times == 1:  # in place: another thread may be planning more
+                    self._left.remove(entry)
         return struck
 
     def left(self) -> list[dict[str, Any]]:

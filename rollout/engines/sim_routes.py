@@ -23,7 +23,7 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from hintloop.agent.engine import NEUTRAL
-from hintloop.rollout.engines.sim import Answer, Ask, SimEngine
+from hintloop.rollout.engines.sim import Answer, Ask, Dropped, SimEngine
 from hintloop.rollout.engines.sim_model import SimModel
 from hintloop.rollout.engines.sim_plan import Fault, Plan
 from hintloop.rollout.engines.sim_worker import BACKEND, Refused
@@ -46,7 +46,11 @@ def create_app(engine: SimEngine) -> Starlette:
             if int(request.headers.get("content-length") or 0) > MAX_BODY_BYTES:
                 return _error(413, "the request is too large")
             try:
-                return await handler(engine, request)
+                if handler is generate:
+                    return await generate(engine, request)
+                return await _control(engine, handler, request)
+            except Dropped:
+                return Cut()
             except Refused as error:
                 return _error(error.status, str(error))
             except (ValueError, KeyError, TypeError) as error:
@@ -77,6 +81,41 @@ def create_app(engine: SimEngine) -> Starlette:
             route("/sim/faults", plan_faults),
         ]
     )
+
+
+async def _control(engine: SimEngine, handler: Handler, request: Request) -> Response:
+    """Any call but ``generate``, with what is planned for it."""
+    place = request.url.path.rpartition("/")[2]
+    if handler is collective_rpc:
+        place = str((await request.json())["method"])
+    fault = engine.faults.strike(place)
+    if fault is None:
+        return await handler(engine, request)
+    if fault.kind == "error":
+        return _error(fault.status, "planned")
+    if fault.kind == "hang":
+        await _gone(request.receive)
+        raise Dropped
+    if fault.kind == "restart":
+        await engine.fail(fault)
+    life = engine.restarts
+    await asyncio.sleep(fault.seconds if fault.kind == "slow" else 0)
+    if life != engine.restarts:
+        raise Dropped
+    response = await handler(engine, request)
+    if fault.kind == "drop":
+        raise Dropped
+    return response
+
+
+class Cut(Response):
+    """The connection ends in the middle of an answer."""
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Begin, and break off."""
+        headers = [(b"content-length", b"1")]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        raise Dropped
 
 
 async def generate(engine: SimEngine, request: Request) -> Response:

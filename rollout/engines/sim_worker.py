@@ -53,7 +53,7 @@ class SimWorker(WorkerExtension):
 
     def hintloop_apply(self, folder: Path, version: int) -> None:
         """Take over the version in ``folder``."""
-        if self._struck == "break_load":
+        if self._struck == "break_load" or self.broken:
             self.broken = True
             raise RuntimeError("planned: the load broke off")
         if self._struck != "stale_load":
