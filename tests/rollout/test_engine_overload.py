@@ -16,8 +16,8 @@ from hintloop.rollout.engines.sim_plan import Fault
 
 from .world import DEADLINE_S, NEVER_STOPS, QUICK, SLOW_MS, World, looked_at, planned, sample, until
 
-FIRST_S = 2.0
-"""A server that has much to do brings a piece ten times as often."""
+FIRST_S = 4.0
+"""A server that has much to do brings a piece twenty times as often."""
 PATIENCE = replace(QUICK, turn=DEADLINE_S, first=FIRST_S, stall=2 * FIRST_S)
 ONE_BY_ONE = planned(token_ms=SLOW_MS, max_requests=1)
 LONG, SHORT = 1000, 40
@@ -101,7 +101,7 @@ def test_a_turn_that_waits_at_a_busy_server_ends_with_its_deadline(world: World)
             async with world.pool(ONE_BY_ONE, patience=patience) as pool:
                 long = asyncio.create_task(sample(pool, LONG, session="0"))
                 await world.under_way(1)
-                with pytest.raises(EngineError, match=r"within 4 s; last: no server was there, or none got"):
+                with pytest.raises(EngineError, match=r"within 8 s; last: no server was there, or none got"):
                     await sample(pool, SHORT, session="1")
                 await asyncio.wait([long])
                 assert [(each["state"], each["in_flight"]) for each in pool.servers()] == [("ready", 0)]
@@ -129,6 +129,24 @@ def test_a_server_that_was_busy_and_then_hangs_for_all_is_dropped_by_those_that_
                 first.cancel()
         left = [entry["url"] for entry in logs if entry["event"] == "engine_left"]
         assert left == world.urls[:1]
+
+    asyncio.run(run())
+
+
+def test_a_late_request_leaves_a_busy_server_that_is_not_well(world: World) -> None:
+    async def run() -> None:
+        sick = Fault(kind="error", place="health", status=503)
+        with capture_logs() as logs:
+            async with world.pool(planned(sick, token_ms=SLOW_MS, max_requests=1), patience=PATIENCE) as pool:
+                asked = [asyncio.create_task(sample(pool, LONG, session="0", temperature=1.0))]
+                await world.under_way(1)
+                asked.append(asyncio.create_task(sample(pool, SHORT, session="1", temperature=1.0)))
+                await until(lambda: any(entry["event"] == "engine_left" for entry in logs))
+                world.hurry()
+                await checked(world, asked)
+                assert (pool.stats()["moves"], pool.stats()["retries"]) == (0, 1)
+        (left,) = [entry for entry in logs if entry["event"] == "engine_left"]
+        assert "nothing came for too long" in left["reason"]
 
     asyncio.run(run())
 
