@@ -14,14 +14,11 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from hintloop.agent.chat_messages import ChatRequest, Key, Reply, read_reply
-from hintloop.agent.conversation import Message, RenderError
+from hintloop.agent.conversation import UNRENDERABLE, Message, RenderError
 from hintloop.agent.engine import Sample
 from hintloop.agent.policy import ChatFormat
 from hintloop.agent.transcript import EpisodeSpec, Transcript, TurnEvent
 from hintloop.envs.models import TaskInfo, ToolCall, ToolResult
-
-_UNRENDERABLE = (RenderError, ValueError, TypeError, KeyError, IndexError, AttributeError)
-"""What a renderer raises for a conversation that its template does not have."""
 
 
 @dataclass(slots=True, eq=False)
@@ -188,7 +185,7 @@ class Lines:
         task = self._task.model_copy(update={"tools": list(request.tools)})
         try:
             return Transcript(self._chat, self._spec, task, (request.messages, request.tools))
-        except _UNRENDERABLE as error:
+        except (RenderError, *UNRENDERABLE) as error:
             raise ValueError(f"this chat template does not take these messages: {error!r}") from error
 
 

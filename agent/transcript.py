@@ -122,7 +122,7 @@ class Transcript:
         return calls
 
     def turn_done(self, calls: Sequence[ToolCall], results: Sequence[ToolResult]) -> TurnEvent:
-        """Record what the calls of the last turn gave. The first error of a turn is the turn's error."""
+        """Record what the calls of the last turn gave."""
         before = tuple(self._messages)
         made = list(zip(calls, results, strict=False))
         self._note_errors(made)

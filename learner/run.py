@@ -77,8 +77,8 @@ def run_learner(
     from the main thread. The last version's metadata has ``final: true`` when there is nothing left to train
     (``FINISHED``). Sets torch's number of threads.
     Started as one of several processes by a distributed launcher, all of them return the same, and only the first one
-    writes. They end with ``leave_process_group``. ``ValueError`` when the weight store holds versions that ``run_dir``
-    knows nothing of.
+    writes; each is to call ``leave_process_group`` before it ends. ``ValueError`` when the weight store holds versions
+    that ``run_dir`` knows nothing of.
     """
     torch.set_num_threads(config.threads)
     ranks = Ranks()

@@ -48,7 +48,7 @@ async def sample_turn(
                 if whole.finish_reason:
                     break
                 problem = piece.problem
-                if piece.slow:  # without a pause: the place that it was moved to counts it already
+                if piece.slow:  # without a pause, in which the place that it was moved to would not count it
                     counts.moves += 1
                     continue
                 counts.retries += 1

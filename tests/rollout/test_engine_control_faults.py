@@ -23,7 +23,7 @@ from hintloop.rollout.engines.sim import SimEngine
 from hintloop.rollout.engines.sim_plan import ANYWHERE, Fault, Kind, Place, load_plan
 from hintloop.rollout.engines.sim_server import in_thread
 
-from .world import NEVER_STOPS, QUICK, SLOW_MS, World, all_ready, planned, sample, until
+from .world import DEADLINE_S, NEVER_STOPS, QUICK, SLOW_MS, World, all_ready, planned, sample, until
 
 WAYS: dict[str, type[Way]] = {"fetch": Fetch, "adapter": Adapter, "direct": Direct}
 BREAKS = Fault(kind="break_load")
@@ -189,24 +189,26 @@ def test_a_server_whose_model_is_lost_ends_though_its_requests_cannot_be_aborted
 
 @pytest.mark.parametrize("kind", ANYWHERE)
 def test_a_fault_strikes_the_call_that_it_names_and_no_other(tmp_path: Path, kind: Kind) -> None:
-    faults = (Fault(kind=kind, place="health", status=503), Fault(kind=kind, place="hintloop_status"))
+    seconds = 0.1 if kind == "slow" else DEADLINE_S  # one that starts anew is not up again in this test
+    strikes = Fault(kind=kind, place="health", status=503, seconds=seconds)
+    faults = (strikes, Fault(kind=kind, place="hintloop_status"))
     engine = SimEngine(NEVER_STOPS.model_copy(update={"fault": faults}), cache=tmp_path)
 
-    def say(client: httpx.Client, path: str, method: str = "") -> str:
+    def say(client: httpx.Client, path: str, method: str = "", *, timeout: float = DEADLINE_S) -> str:
         try:
             if method:
                 said = client.post(path, json={"method": method, "kwargs": {"delay": 0}})
             else:
-                said = client.get(path, timeout=0.5 if kind == "hang" else None)
+                said = client.get(path, timeout=timeout)
             return str(said.status_code)
         except httpx.TransportError as error:
             return type(error).__name__
 
-    with in_thread(engine) as url, httpx.Client(base_url=url, timeout=None) as client:
+    with in_thread(engine) as url, httpx.Client(base_url=url, timeout=DEADLINE_S) as client:
         assert say(client, "/v1/models") == "200"
         assert say(client, "/collective_rpc", "hintloop_end_in") == "200"
         assert len(engine.faults.left()) == 2
-        found = say(client, "/health")
+        found = say(client, "/health", timeout=2.0 if kind == "hang" else DEADLINE_S)
         assert found == {"slow": "200", "error": "503", "hang": "ReadTimeout"}.get(
             kind, "RemoteProtocolError"
         )
