@@ -94,11 +94,10 @@ def read_reply(parsed: Any, text: str, tools: Sequence[Mapping[str, Any]], numbe
     Without ``tools`` all of it is text, for the program to read.
     """
     tried = parsed.tool_calls if tools else []
-    calls = tuple(
-        ToolCall(name=call.name, arguments=call.arguments)
-        for call in tried
-        if call.status in _READABLE and call.name and isinstance(call.arguments, dict)
-    )
+    readable = [
+        call for call in tried if call.status in _READABLE and call.name and isinstance(call.arguments, dict)
+    ]
+    calls = tuple(ToolCall(name=call.name, arguments=call.arguments) for call in readable)
     plain = bool(parsed.tool_calls) and not calls
     message: Message = {"role": "assistant", "content": text if plain else parsed.content or ""}
     if parsed.reasoning_content and not plain:
@@ -108,11 +107,11 @@ def read_reply(parsed: Any, text: str, tools: Sequence[Mapping[str, Any]], numbe
     if calls:
         message["tool_calls"] = [
             {
-                "id": f"call_{number}_{place}",
+                "id": call.id or f"call_{number}_{place}",  # Kimi's own comes back in front of the result
                 "type": "function",
                 "function": {**function, "arguments": json.dumps(function["arguments"])},
             }
-            for place, function in enumerate(functions)
+            for place, (call, function) in enumerate(zip(readable, functions, strict=True))
         ]
     return Reply(message, key, calls, tried[0].raw if tried and not calls else None)
 

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hintloop.agent.chat_messages import read_reply
 from hintloop.agent.conversation import Conversation, RenderError
 from hintloop.agent.engine import Sample
 from hintloop.agent.policy import make_renderer
@@ -233,6 +234,14 @@ def test_results_are_told_by_the_name_or_the_id_of_their_call() -> None:
     assert re.findall(r"Return of (\S+)", text) == ids
     tokenizer, conversation, _ = played("gemma4")
     assert tokenizer.decode(conversation.token_ids).count("response:read_file") == len(PATHS)
+
+
+def test_an_agent_program_is_told_the_id_that_the_model_gave_to_its_call() -> None:
+    tokenizer, conversation, _ = played("kimi-k2")
+    ids = conversation.encode_calls(1, [ToolCall(name="read_file", arguments={"path": "a"})])
+    parsed = make_renderer(tokenizer, "kimi-k2").parse_response(list(ids), tools=TOOLS)
+    (made,) = read_reply(parsed, tokenizer.decode(list(ids)), TOOLS, 0).message["tool_calls"]
+    assert made["id"] == "functions.read_file:1"
 
 
 def test_a_format_that_takes_no_hint_in_mid_conversation_says_so() -> None:

@@ -151,8 +151,10 @@ def sim_scores(store: WeightStore, folder: Path, under: str) -> Scores:
 async def local(store: WeightStore, tmp_path: Path) -> AsyncIterator[Tried]:
     model = Qwen3ForCausalLM.from_pretrained(store.fetch(0, tmp_path), dtype=torch.float32)
     engine = LocalEngine(model, [STOP], slots=4, max_length=MAX_LENGTH, threads=1, seed=0)
-    yield Tried(engine, store, tmp_path, model_scores(store, tmp_path), recomputes=False)
-    await engine.close()
+    try:
+        yield Tried(engine, store, tmp_path, model_scores(store, tmp_path), recomputes=False)
+    finally:
+        await engine.close()
 
 
 @contextlib.asynccontextmanager
@@ -180,9 +182,11 @@ async def on_servers(
         probe_tolerance=TOLERANCE,
     )
     tried = Tried(pool, store, tmp_path, scores, keeps_version=way.by_name)
-    await tried.load(0)
-    yield tried
-    await pool.close()
+    try:
+        await tried.load(0)
+        yield tried
+    finally:
+        await pool.close()
 
 
 @pytest.fixture(scope="module")
@@ -262,7 +266,7 @@ def run(request: pytest.FixtureRequest, found_by_senders: None, tmp_path: Path) 
 
 def test_a_sample_is_a_record_of_each_token(run: Run) -> None:
     async def check(tried: Tried) -> None:
-        samples = await asyncio.gather(*(tried.sample(40, session=str(number)) for number in range(12)))
+        samples = await asyncio.gather(*(tried.sample(40, session=str(number)) for number in range(24)))
         for sample in samples:
             tried.check(sample, 40)
             assert set(sample.policy_versions) == {0}

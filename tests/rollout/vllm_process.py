@@ -83,7 +83,10 @@ def serving(folder: Path, model: Path, path: str, *more: str, max_length: int) -
         yield found
     finally:
         process.terminate()
-        process.wait(STOP_S)
+        try:
+            process.wait(STOP_S)
+        finally:
+            process.kill()
 
 
 def answers(url: str) -> bool:
