@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from hintloop.learner.config import LearnerConfig
@@ -106,7 +107,7 @@ def save(
 
     ``published`` are published in place of the weights of ``model``, if given; ``adapters``: they are what is
     trained. ``student`` is the folder the model came from; what is neither weights nor config there, such as the
-    tokenizer, goes along.
+    tokenizer, goes along. ``OSError`` when the disk fails, and then the save may be repeated.
     """
     target = folder / _name(state.version)
     folder.mkdir(parents=True, exist_ok=True)
@@ -114,16 +115,19 @@ def save(
         shutil.rmtree(leftover)
     temporary = temporary_path(target)
     temporary.mkdir()
-    _save_model(model, student, temporary / "model", adapters=adapters)
-    if published is not None:
-        with holding(model, published):
-            _save_model(model, student, temporary / "published", adapters=adapters)
-    if adapters:
-        save_file(trained_weights(model), temporary / "adapter.safetensors")
-    if teacher is not None:
-        save_file(teacher, temporary / "teacher.safetensors")
+    try:
+        _save_model(model, student, temporary / "model", adapters=adapters)
+        if published is not None:
+            with holding(model, published):
+                _save_model(model, student, temporary / "published", adapters=adapters)
+        if adapters:
+            save_file(trained_weights(model), temporary / "adapter.safetensors")
+        if teacher is not None:
+            save_file(teacher, temporary / "teacher.safetensors")
+    except SafetensorError as error:  # all that it says of a full disk
+        raise OSError(f"cannot write the checkpoint {target}: {error}") from error
     parts = {"optimizer": optimizer[0].state_dict(), "scheduler": optimizer[1].state_dict()}
-    torch.save({**parts, "random": torch.get_rng_state()}, temporary / "optimizer.pt")
+    _save_state({**parts, "random": torch.get_rng_state()}, temporary / "optimizer.pt")
     (temporary / "state.json").write_text(json.dumps(asdict(state), allow_nan=False))
     _sync(temporary)
     os.replace(temporary, target)
@@ -141,6 +145,17 @@ def _save_model(model: Any, student: Path, folder: Path, *, adapters: bool) -> N
     for path in sorted(student.iterdir()):
         if path.is_file() and not any(path.match(pattern) for pattern in _WEIGHTS):
             shutil.copy2(path, folder / path.name)
+
+
+def _save_state(state: dict[str, Any], path: Path) -> None:
+    """``torch.save``; where the disk fails, an error that says so, which torch hides behind one of its own."""
+    with path.open("wb") as file:
+        try:
+            torch.save(state, file)
+        except RuntimeError as error:
+            if isinstance(error.__context__, OSError):
+                raise OSError(error.__context__.errno, error.__context__.strerror, str(path)) from error
+            raise
 
 
 def _sync(folder: Path) -> None:
