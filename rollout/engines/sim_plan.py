@@ -79,6 +79,16 @@ Place = Literal[
 """A call: the last part of its route, or for ``/collective_rpc`` the method of the worker."""
 ANYWHERE: tuple[Kind, ...] = ("slow", "error", "drop", "hang", "restart")
 """Kinds that may strike any call."""
+NAMING: tuple[Place, ...] = (
+    "generate",
+    "weight_info",
+    "models",
+    "hintloop_fetch",
+    "hintloop_status",
+    "update_weight_version",
+    "finish_weight_update",
+)
+"""Calls that ``mislabel`` may strike: they tell a version, or name the weights."""
 
 
 class _Model(BaseModel):
@@ -90,14 +100,15 @@ class Fault(_Model):
 
     kind: Kind
     """``slow``: ``seconds`` late. ``error``: HTTP ``status``. ``drop``: the connection ends after ``tokens``.
-    ``hang``: nothing more comes after ``tokens``. ``mislabel``: the answer names another version. ``restart``:
-    after ``tokens`` the process starts anew, with no weights, ``seconds`` later. ``corrupt``: what was fetched
+    ``hang``: nothing more comes after ``tokens``. ``mislabel``: the answer names another version, or the
+    weights get another name than was asked for. ``restart``: after ``tokens`` the process starts anew, with no weights,
+    ``seconds`` later. ``corrupt``: what was fetched
     is not what was published. ``refuse_load``: the load, of an adapter too, or the transfer fails before the model is
     touched. ``break_load``: it fails half-way. ``stale_load``: it claims success and keeps the old weights."""
     place: Place | None = None
-    """The call that ``slow``, ``error``, ``drop``, ``hang`` or ``restart`` strikes, if it is another one than
-    ``generate``. What is asked for is then done for ``slow`` and ``drop``, which loses the answer alone; for the
-    others it is not."""
+    """The call that ``slow``, ``error``, ``drop``, ``hang``, ``restart`` or ``mislabel`` strikes, if it is another one
+    than ``generate``. What is asked for is then done for ``slow``, ``mislabel``, and ``drop``, which loses the answer
+    alone; for the others it is not."""
     skip: int = Field(default=0, ge=0)
     """Calls that pass before it strikes."""
     times: int = Field(default=1, ge=0)
@@ -113,8 +124,9 @@ class Fault(_Model):
 
     @model_validator(mode="after")
     def _check_place(self) -> Self:
-        if self.kind not in ANYWHERE and self.where != WHERE[self.kind]:
-            raise ValueError(f"{self.kind} strikes {WHERE[self.kind]} alone, not {self.place}")
+        places = NAMING if self.kind == "mislabel" else (WHERE[self.kind],)
+        if self.kind not in ANYWHERE and self.where not in places:
+            raise ValueError(f"{self.kind} strikes {', '.join(places)} alone, not {self.place}")
         if self.tokens and self.where != "generate":
             raise ValueError(f"{self.where} has no tokens after which {self.kind} could strike")
         return self

@@ -23,7 +23,7 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from hintloop.agent.engine import NEUTRAL
-from hintloop.rollout.engines.sim import Answer, Ask, Dropped, SimEngine
+from hintloop.rollout.engines.sim import WRONG_LABEL, Answer, Ask, Dropped, SimEngine
 from hintloop.rollout.engines.sim_model import SimModel
 from hintloop.rollout.engines.sim_plan import Fault, Plan
 from hintloop.rollout.engines.sim_worker import BACKEND, Refused
@@ -105,7 +105,25 @@ async def _control(engine: SimEngine, handler: Handler, request: Request) -> Res
     response = await handler(engine, request)
     if fault.kind == "drop":
         raise Dropped
-    return response
+    return _mislabel(engine, place, response) if fault.kind == "mislabel" else response
+
+
+def _mislabel(engine: SimEngine, place: str, response: Response) -> Response:
+    """The answer to a call that tells a version, or names the weights, with another one."""
+    if response.status_code != 200:
+        return response
+    said = json.loads(bytes(response.body))
+    if place == "weight_info":
+        said["weight_version"] = WRONG_LABEL
+    elif place == "models":
+        for card in said["data"]:
+            card["id"] = WRONG_LABEL if card["parent"] else card["id"]
+    elif place.startswith("hintloop_"):
+        for result in said["results"]:
+            result["version"] = int(WRONG_LABEL)
+    else:
+        engine.label = WRONG_LABEL
+    return JSONResponse(said)
 
 
 class Cut(Response):

@@ -22,6 +22,9 @@ import pytest
 
 from hintloop.agent.engine import EngineError
 from hintloop.rollout.engines.pool import Pool
+from hintloop.rollout.engines.publish import Fetch, Way
+from hintloop.rollout.engines.publish_adapter import Adapter
+from hintloop.rollout.engines.publish_direct import Direct
 from hintloop.rollout.engines.sim_plan import Fault, load_plan
 from hintloop.rollout.engines.vllm import Patience
 from hintloop.rollout.vllm_extension import CACHE
@@ -50,25 +53,37 @@ def world(tmp_path: Path) -> World:
 
 
 @pytest.mark.parametrize(
-    ("servers", "fault"),
+    ("way", "servers", "fault"),
     [
-        (1, Fault(kind="slow", seconds=0.2, skip=2)),
-        (1, Fault(kind="error", times=2, skip=2)),
-        (1, Fault(kind="error", status=503, skip=2)),
-        (1, Fault(kind="drop", skip=2)),
-        (1, Fault(kind="drop", tokens=10, skip=2)),
-        (2, Fault(kind="drop", tokens=39, times=3, skip=2)),
-        (1, Fault(kind="hang", skip=2)),
-        (2, Fault(kind="hang", tokens=10, skip=2)),
-        (1, Fault(kind="mislabel", skip=2)),
-        (2, Fault(kind="restart", tokens=10, seconds=0.2, skip=2)),
+        (Fetch, 1, Fault(kind="slow", seconds=0.2, skip=2)),
+        (Fetch, 1, Fault(kind="error", times=2, skip=2)),
+        (Fetch, 1, Fault(kind="error", status=503, skip=2)),
+        (Fetch, 1, Fault(kind="drop", skip=2)),
+        (Fetch, 1, Fault(kind="drop", tokens=10, skip=2)),
+        (Fetch, 2, Fault(kind="drop", tokens=39, times=3, skip=2)),
+        (Fetch, 1, Fault(kind="hang", skip=2)),
+        (Fetch, 2, Fault(kind="hang", tokens=10, skip=2)),
+        (Fetch, 1, Fault(kind="mislabel", skip=2)),
+        (Fetch, 2, Fault(kind="restart", tokens=10, seconds=0.2, skip=2)),
+        # A broken answer counts without a look at the server, and one that starts anew does not know the adapter.
+        (Adapter, 1, Fault(kind="drop", tokens=10, skip=3)),
+        (Adapter, 2, Fault(kind="hang", tokens=10, skip=3)),
+        (Adapter, 1, Fault(kind="restart", tokens=10, seconds=0.2, skip=3)),
+        # One that starts anew needs another sender; all else is as with ``Fetch``.
+        (Direct, 1, Fault(kind="restart", tokens=10, seconds=0.2, skip=2)),
     ],
-    ids=lambda each: f"{each.kind}-{each.tokens}" if isinstance(each, Fault) else str(each),
+    ids=lambda each: (
+        f"{each.kind}-{each.tokens}"
+        if isinstance(each, Fault)
+        else each.__name__.lower()
+        if isinstance(each, type)
+        else str(each)
+    ),
 )
 def test_a_fault_in_the_middle_of_a_turn_changes_nothing_about_it(
-    world: World, servers: int, fault: Fault
+    tmp_path: Path, way: type[Way], servers: int, fault: Fault
 ) -> None:
-    async def run() -> None:
+    async def run(world: World) -> None:
         plans = [planned(fault), *[NEVER_STOPS] * (servers - 1)]
         patience = IMPATIENT if fault.kind == "hang" else QUICK
         async with world.pool(*plans, patience=patience) as pool:
@@ -82,7 +97,7 @@ def test_a_fault_in_the_middle_of_a_turn_changes_nothing_about_it(
             if fault.kind != "slow":
                 assert pool.stats()["retries"] >= 1
 
-    asyncio.run(run())
+    asyncio.run(run(World(tmp_path, way=way)))
 
 
 def test_what_a_broken_stream_brought_is_kept_and_gone_on_from(world: World) -> None:
@@ -167,17 +182,19 @@ def test_servers_change_one_by_one_and_generation_goes_on_elsewhere(world: World
     asyncio.run(run())
 
 
-def test_a_version_that_arrives_damaged_is_fetched_again(world: World) -> None:
-    async def run() -> None:
+@pytest.mark.parametrize("way", [Fetch, Adapter])
+def test_a_version_that_arrives_damaged_is_fetched_again(tmp_path: Path, way: type[Way]) -> None:
+    async def run(world: World) -> None:
         async with world.pool(planned(Fault(kind="corrupt", skip=1)), NEVER_STOPS) as pool:
             await all_ready(pool, 0)
             world.publish(1)
             await pool.load_weights(world.fetched(1), 1)
             await all_ready(pool, 1)
+            assert not world.engines[0].faults.left()
             found = await sample(pool, 20)
             assert found.token_ids == world.greedy(20, version=1)
 
-    asyncio.run(run())
+    asyncio.run(run(World(tmp_path, way=way)))
 
 
 def test_a_version_that_nobody_can_fetch_leaves_the_servers_as_they_are(world: World) -> None:
