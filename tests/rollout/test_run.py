@@ -25,10 +25,11 @@ from hintloop.envs.registry import get_task, load_taskset
 from hintloop.replay.episode import Episode, Outcome
 from hintloop.replay.journal import Journal, JournalWriter
 from hintloop.replay.weights import WeightStore
+from hintloop.rollout import run as whole_run
 from hintloop.rollout.config import EvaluationConfig, RolloutConfig, TeachersConfig, TeacherSpec
 from hintloop.rollout.engines.scripted import ScriptedEngine
 from hintloop.rollout.loading import Agent
-from hintloop.rollout.manager import group_id
+from hintloop.rollout.manager import TooManyLost, group_id
 from hintloop.rollout.pacing import LearnerSilent
 from hintloop.rollout.run import RolloutSummary, run_rollout
 from hintloop.rollout.sampler import choose_task
@@ -46,7 +47,8 @@ from hintloop.envs.registry import load_taskset
 from hintloop.envs.sandbox.local import LocalProvider
 from hintloop.envs.server import serve
 load_taskset("bugfix")
-serve(LocalProvider(), port=0, max_sessions=12, ready_file=Path(sys.argv[1]))
+port, ready_file = sys.argv[1:]
+serve(LocalProvider(), port=int(port), max_sessions=12, ready_file=Path(ready_file))
 """
 
 
@@ -75,7 +77,7 @@ def served(*commands: list[str], folder: Path) -> Iterator[list[str]]:
 @pytest.fixture(scope="module")
 def urls(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[str]]:
     expert = ["-m", "hintloop.rollout.expert_server", "--ready-file"]
-    with served(["-c", SERVER], expert, folder=tmp_path_factory.mktemp("servers")) as found:
+    with served(["-c", SERVER, "0"], expert, folder=tmp_path_factory.mktemp("servers")) as found:
         yield found
 
 
@@ -264,7 +266,7 @@ def test_a_run_goes_on_without_a_server_that_dies_and_through_a_journal_that_fai
     env_url: str, student_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     victim_url = tmp_path / "victim"
-    victim = subprocess.Popen([sys.executable, "-c", SERVER, str(victim_url)])
+    victim = subprocess.Popen([sys.executable, "-c", SERVER, "0", str(victim_url)])
     append, calls = JournalWriter.append, iter(range(10**6))
 
     def failing(writer: JournalWriter, episodes: Any) -> str:
@@ -302,6 +304,112 @@ def test_a_run_goes_on_without_a_server_that_dies_and_through_a_journal_that_fai
     assert status["failures"]["storage"] == 3
     assert status["loop"].keys() == {"lag_p50_ms", "lag_p99_ms", "lag_max_ms"}
     assert status["waits"] == []
+
+
+class OnlyServer:
+    """An environment server that can be killed, and starts again at the port that it had."""
+
+    def __init__(self, folder: Path) -> None:
+        self.ready_file = folder / "only"
+        self.port = "0"
+        self.process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> str:
+        """Its URL, when it is ready; the one that runs, if any."""
+        if self.process is None:
+            self.process = subprocess.Popen([sys.executable, "-c", SERVER, self.port, str(self.ready_file)])
+            deadline = time.monotonic() + 60
+            while not self.ready_file.exists():
+                assert self.process.poll() is None, "the server did not start"
+                assert time.monotonic() < deadline, "the server is not ready after a minute"
+                time.sleep(0.05)
+        url = self.ready_file.read_text().strip()
+        self.port = url.rpartition(":")[2]
+        return url
+
+    def kill(self) -> None:
+        if self.process is not None:
+            self.process.kill()
+            self.process.wait(10)
+            self.process = None
+            self.ready_file.unlink(missing_ok=True)
+
+
+@pytest.fixture(scope="module")
+def only_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[OnlyServer]:
+    server = OnlyServer(tmp_path_factory.mktemp("only"))
+    yield server
+    server.kill()
+
+
+def kill_at_the_second_append(server: OnlyServer, patch: pytest.MonkeyPatch) -> None:
+    append, calls = JournalWriter.append, iter(range(10**6))
+
+    def killing(writer: JournalWriter, episodes: Any) -> str:
+        if next(calls) == 1:
+            server.kill()
+        return append(writer, episodes)
+
+    patch.setattr(JournalWriter, "append", killing)
+
+
+def test_a_run_waits_for_its_only_environment_server_to_come_back(
+    only_server: OnlyServer, student_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    url = only_server.start()
+    kill_at_the_second_append(only_server, monkeypatch)
+    status_file = tmp_path / "status" / "rollout.json"
+
+    def status() -> dict[str, Any]:
+        return dict(json.loads(status_file.read_text())) if status_file.exists() else {}
+
+    def start_again() -> None:
+        deadline = time.monotonic() + 60
+        while [each["state"] for each in status().get("env_servers", [])] != ["down"]:
+            if time.monotonic() > deadline:
+                return
+            time.sleep(0.02)
+        again.append(only_server.start())
+
+    again: list[str] = []
+    starter = threading.Thread(target=start_again)
+    learner = Learner(tmp_path, student_folder, per_step=2, last=4)
+    starter.start()
+    learner.start()
+    summary = rollout(tmp_path, url, student_folder, seconds_per_turn=0.02)
+    learner.join(10)
+    starter.join()
+    assert again == [url]
+    assert (summary.stopped, summary.version) == ("final", 4)
+    assert set(summary.lost) <= {"environment"}
+    ids = [episode.episode_id for episode in journalled(tmp_path)]
+    assert len(ids) == len(set(ids)) == 4 * summary.groups
+    assert {each.split("-")[0] for each in ids} >= {group_id(index) for index in range(8)}
+    assert [(server["url"], server["state"]) for server in status()["env_servers"]] == [(url, "ready")]
+    assert status()["groups_dropped"] == 0
+
+
+def test_a_run_whose_only_environment_server_stays_away_ends_with_a_message(
+    only_server: OnlyServer, student_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    url = only_server.start()
+    kill_at_the_second_append(only_server, monkeypatch)
+    monkeypatch.setattr(whole_run, "ENV_WAIT_S", 3.0)
+    learner = Learner(tmp_path, student_folder, per_step=2, last=100)
+    learner.start()
+    limits = {"tries_per_episode": 2, "max_groups_lost": 2}
+    with pytest.raises(TooManyLost, match=r"2 groups in a row were lost; .*: environment \d+$"):
+        rollout(tmp_path, url, student_folder, config=limits)
+    learner.stop.set()
+    learner.join(10)
+    assert only_server.process is None
+    ids = [episode.episode_id for episode in journalled(tmp_path)]
+    assert len(ids) == len(set(ids)) >= 8
+    status = json.loads((tmp_path / "status" / "rollout.json").read_text())
+    assert status["state"].startswith("failed: 2 groups in a row were lost")
+    (server,) = status["env_servers"]
+    assert (server["url"], server["state"], server["in_use"]) == (url, "down", 0)
+    assert server["reason"]
 
 
 def test_a_curriculum_with_groups_played_anew_goes_on_after_a_stop(
