@@ -8,18 +8,22 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from hintloop.replay.journal import Journal
 from hintloop.replay.weights import WeightStore
 from hintloop.rollout.evaluate import Evaluation
 from hintloop.rollout.failures import Part
+from hintloop.rollout.offload import persist
 from hintloop.rollout.status import Board, StatusFile, append_line
 from hintloop.rollout.vllm_extension import Fetcher, fetch
 from hintloop.rollout.weights import next_version
 
+from ..learner.factory import make_groups
 from .full_disk import full_disk
 from .world import until
 
@@ -36,6 +40,38 @@ def publish(folder: Path) -> WeightStore:
     store = WeightStore(folder / "weights")
     store.publish(0, made, metadata={"note": "n" * MUCH})
     return store
+
+
+def test_a_group_is_journalled_when_there_is_room_for_it_and_no_part_of_it_is_seen_before(
+    tmp_path: Path,
+) -> None:
+    groups, heard = make_groups(3, 2), list[OSError]()
+    journal = Journal(tmp_path)
+    writer, reader = journal.writer("rollout"), journal.reader()
+    first = tmp_path / writer.append(groups[0])
+    assert reader.poll() == groups[0]
+
+    async def run() -> None:
+        appending = persist(
+            partial(writer.append, groups[1]),
+            what="writing to the journal",
+            patience_s=DEADLINE_S,
+            on_failure=heard.append,
+        )
+        async with asyncio.timeout(DEADLINE_S):
+            with full_disk(first.stat().st_size // 2):
+                writing = asyncio.create_task(appending)
+                await until(lambda: len(heard) >= 2 or writing.done())
+                assert journal.segments() == [first.name]
+                assert reader.poll() == []
+            await writing
+
+    asyncio.run(run())
+    assert {type(error) for error in heard} == {OSError}
+    writer.append(groups[2])
+    assert reader.poll() == [*groups[1], *groups[2]]
+    assert reader.damaged == []
+    assert sorted(path.name for path in tmp_path.iterdir()) == journal.segments()
 
 
 @pytest.mark.parametrize("whole", [True, False])
