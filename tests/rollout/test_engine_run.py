@@ -9,7 +9,8 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -27,11 +28,26 @@ from hintloop.rollout.engines.publish_adapter import FOLDER
 from hintloop.rollout.engines.sim import SimEngine
 from hintloop.rollout.engines.sim_plan import Fault, Plan
 from hintloop.rollout.engines.sim_server import in_thread
+from hintloop.rollout.engines.vllm import Patience
 from hintloop.rollout.loading import ROSTER
 from hintloop.rollout.run import run_rollout
 
 pytestmark = pytest.mark.usefixtures("within_time")
 LAST = 3
+"""The last version, or a later one where faults are still to come then."""
+LEARNS_S = 90.0
+_DROP = Fault(kind="drop", skip=1, times=3, tokens=4)
+BREAK = ((_DROP, Fault(kind="error", skip=20, times=2), Fault(kind="stale_load", skip=1)), (_DROP,))
+DELAY_AND_LIE = (
+    (Fault(kind="hang", skip=2, tokens=2), Fault(kind="slow", skip=3, times=2, seconds=0.3)),
+    (
+        Fault(kind="mislabel", skip=2, times=2),
+        Fault(kind="restart", skip=4, tokens=2, seconds=0.1),
+        Fault(kind="mislabel", place="weight_info", skip=3),
+        Fault(kind="hang", place="hintloop_fetch", skip=1),
+    ),
+)
+"""What each of the two servers does. All of it is early: how long each one serves is a matter of luck."""
 
 
 @pytest.fixture(scope="module")
@@ -61,41 +77,54 @@ def env_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         process.wait(30)
 
 
-def publish(store: WeightStore, student: Path, made: Path, version: int) -> None:
+def publish(store: WeightStore, student: Path, made: Path, version: int, *, final: bool = False) -> None:
     shutil.copytree(student, made, dirs_exist_ok=True)
     (made / "config.json").write_text(json.dumps({"vocab_size": len(load_renderer(student).tokenizer)}))
     save_file({"weight": np.full((4, 4), version, np.float32)}, made / "model.safetensors")
     (made / FOLDER).mkdir(exist_ok=True)
     (made / FOLDER / "adapter_config.json").write_text(f'{{"r": {version + 1}}}')
     probe = {"token_ids": [1.0, 2.0, 3.0], "logprobs": [-1.0 - version, -2.0]}
-    store.publish(version, made, metadata={"probe": probe, "final": version == LAST})
+    store.publish(version, made, metadata={"probe": probe, "final": final})
 
 
-@pytest.mark.parametrize("weight_transfer", ["fetch", "adapter", "direct"])
+@pytest.mark.parametrize(
+    ("weight_transfer", "faults"),
+    [("fetch", BREAK), ("adapter", BREAK), ("direct", BREAK), ("fetch", DELAY_AND_LIE)],
+    ids=["fetch", "adapter", "direct", "fetch-late-or-lying"],
+)
 def test_a_run_on_servers_that_fail_goes_on_to_its_end(
     env_url: str,
     student_folder: Path,
     tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
     weight_transfer: Literal["fetch", "adapter", "direct"],
+    faults: Sequence[tuple[Fault, ...]],
 ) -> None:
+    short = partial(Patience, first=2.0, stall=2.0, control=2.0, lag=5.0)
+    monkeypatch.setattr("hintloop.rollout.engines.vllm.Patience", short)
     store, journal = WeightStore(tmp_path / "weights"), Journal(tmp_path / "journal")
     publish(store, student_folder, tmp_path / "made", 0)
 
-    def learn() -> None:
-        deadline = time.monotonic() + 90
-        for version in range(1, LAST + 1):
-            while len(journal.segments()) < version and time.monotonic() < deadline:
-                time.sleep(0.02)
-            publish(store, student_folder, tmp_path / "made", version)
-
-    # On both, and early: how long each one serves before the last version comes is a matter of luck.
-    drop = Fault(kind="drop", skip=1, times=3, tokens=4)
-    faults = (drop, Fault(kind="error", skip=20, times=2), Fault(kind="stale_load", skip=1))
     size = len(load_renderer(student_folder).tokenizer)
-    plans = tuple(Plan(fault=some, stop_after=6, vocabulary=size) for some in (faults, (drop,)))
+    plans = [Plan(fault=some, stop_after=6, vocabulary=size) for some in faults]
+    engines = [SimEngine(plan, cache=tmp_path / f"cache{place}") for place, plan in enumerate(plans)]
+    last = 0
+
+    def to_come() -> list[str]:
+        return [f"{fault['kind']} {fault['place']}" for engine in engines for fault in engine.faults.left()]
+
+    def learn() -> None:
+        nonlocal last
+        deadline, final = time.monotonic() + LEARNS_S, False
+        while not final:
+            while len(journal.segments()) <= last and time.monotonic() < deadline:
+                time.sleep(0.02)
+            last += 1
+            final = (last >= LAST and not to_come()) or time.monotonic() > deadline
+            publish(store, student_folder, tmp_path / "made", last, final=final)
+
     learner = threading.Thread(target=learn)
     with contextlib.ExitStack() as stack:
-        engines = [SimEngine(plan, cache=tmp_path / f"cache{place}") for place, plan in enumerate(plans)]
         urls = [stack.enter_context(in_thread(engine)) for engine in engines]
         (tmp_path / ROSTER).write_text("\n".join(urls))
         learner.start()
@@ -123,7 +152,7 @@ def test_a_run_on_servers_that_fail_goes_on_to_its_end(
             teachers=TeachersConfig(),
         )
         learner.join()
-    assert (summary.stopped, summary.version, summary.lost) == ("final", LAST, {})
+    assert (summary.stopped, summary.version, summary.lost, to_come()) == ("final", last, {}, [])
     for episode in journal.reader().poll():
         assert all(
             (logprob < 0) == (version >= 0) == bool(mask)
