@@ -18,20 +18,22 @@ from typing import Any
 import httpx
 import pytest
 from structlog.testing import capture_logs
+from websockets.asyncio.server import ServerConnection, serve
 
 from hintloop.agent.conversation import RenderError
 from hintloop.agent.engine import EngineError, Sampling
 from hintloop.agent.episode import Environment, Player
 from hintloop.envs.client import EnvironmentLost, Refused, step_result
 from hintloop.envs.errors import tool_error
-from hintloop.envs.models import ToolResult
+from hintloop.envs.models import CodingState, ToolCall, ToolResult
+from hintloop.envs.pool import EnvPool
 from hintloop.envs.tools import failure
+from hintloop.replay import patience
 from hintloop.replay.episode import Episode
-from hintloop.rollout import offload
+from hintloop.replay.patience import StorageFailed
 from hintloop.rollout.asking import AskRule
 from hintloop.rollout.config import TeacherSpec
 from hintloop.rollout.manager import GroupRule, Manager, TooManyLost, group_id
-from hintloop.rollout.offload import StorageFailed
 from hintloop.rollout.pacing import Pacer
 from hintloop.rollout.status import Board
 from hintloop.rollout.teachers import Teacher
@@ -97,7 +99,7 @@ class Loop:
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(offload, "FIRST_PAUSE_S", 0.01)
+    monkeypatch.setattr(patience, "FIRST_PAUSE_S", 0.01)
 
 
 @pytest.fixture
@@ -218,6 +220,49 @@ def test_a_part_that_never_answers_loses_the_episode_at_its_deadline_and_is_name
     assert dict(made.board.failures) == {"engine" if place == "engine" else "environment": 1}
     named = [log["waits_for"] for log in logs if log["event"] == "stands_still" and log["who"] == "episode"]
     assert {"engine": "engine", "open": "a free environment server"}[place] in named
+
+
+def test_a_step_that_is_never_answered_loses_the_episode_and_its_session(loop: Any, world: Any) -> None:
+    tiny, steps = world(), iter(range(10**6))
+    made = loop(wanted=1)
+
+    async def talk(ws: ServerConnection) -> None:
+        """The wire format of an environment server, which answers all but the very first step."""
+        async with tiny.session() as env:
+            async for text in ws:
+                message = json.loads(text)
+                kind, data = message["type"], message.get("data", {})
+                if kind == "state":
+                    state = CodingState().model_dump(mode="json")
+                    await ws.send(json.dumps({"type": "state", "data": state}))
+                    continue
+                if kind == "step" and next(steps) == 0:
+                    await ws.wait_closed()
+                    return
+                done = await (env.reset(**data) if kind == "reset" else env.step(ToolCall(**data)))
+                observed = done.observation.model_dump(mode="json")
+                data = {"observation": observed, "reward": done.reward, "done": done.done}
+                await ws.send(json.dumps({"type": "observation", "data": data}))
+
+    async def run() -> None:
+        looking = asyncio.create_task(made.watchdog.run())
+        async with asyncio.timeout(DEADLINE_S), serve(talk, "127.0.0.1", 0) as server:
+            port = next(iter(server.sockets)).getsockname()[1]
+            pool = EnvPool(f"ws://127.0.0.1:{port}", size=4, message_timeout_s=3.0)
+            made.open_environment = pool.session
+            await made.play()
+            await pool.close()
+        looking.cancel()
+
+    with capture_logs() as logs:
+        asyncio.run(run())
+    assert dict(made.board.failures) == {"environment": 1}
+    assert [len(group) for group in made.journal] == [2]
+    (lost,) = [log["detail"] for log in logs if log["event"] == "episode_lost"]
+    assert "no answer in time" in lost
+    named = [log["waits_for"] for log in logs if log["event"] == "stands_still" and log["who"] == "episode"]
+    assert "environment server" in named
+    assert tiny.open == 0
 
 
 def test_a_part_that_is_broken_for_good_ends_the_run_with_the_reason(loop: Any) -> None:
