@@ -110,6 +110,9 @@ class LearnerConfig(BaseModel):
     in place of all of them. The channels' own gradient norms are not measured then."""
     idle_timeout_s: float = Field(600.0, gt=0)
     """Seconds without a new group after which a learner on a live journal gives up."""
+    storage_timeout_s: float = Field(300.0, gt=0)
+    """Seconds that the storage of journal or weights may fail before the learner gives up; it is tried again
+    meanwhile."""
     threads: int = Field(1, ge=1)
     """CPU threads of torch."""
     seed: int = 0

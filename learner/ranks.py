@@ -160,10 +160,11 @@ class Ranks:
             message: list[Any] = [None]
             torch.distributed.broadcast_object_list(message, src=0)
             kind, content = message[0]
-            if kind != "gather":
+            if kind == "gather":
+                assert self._trained, "gathered before anything was trained"
+                gathered(self._trained.state(), keep=False)
+            elif kind != "waiting":
                 return kind, content
-            assert self._trained, "gathered before anything was trained"
-            gathered(self._trained.state(), keep=False)
 
 
 def load_parts(student: Path, config: LearnerConfig) -> tuple[Trained, SideWeights]:

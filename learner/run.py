@@ -23,6 +23,7 @@ from hintloop.learner import checkpoint as checkpoints
 from hintloop.learner.batch import BatchRules, StepBatch, build_step
 from hintloop.learner.config import LearnerConfig
 from hintloop.learner.models import SideWeights, Weights, holding, load_model, make_optimizer, probe
+from hintloop.learner.patience import GivenUp, Patience, PatientJournal, PatientWeights
 from hintloop.learner.progress import Heartbeat, Records
 from hintloop.learner.ranks import Ranks, Trained, follow_leader, load_parts
 from hintloop.learner.replicas.config import ReplicasConfig
@@ -47,7 +48,7 @@ class LearnerSummary:
     step: int
     """Optimizer steps done, over all restarts."""
     version: int
-    """Newest published version."""
+    """Newest version. It is published, unless the run was stopped while the storage failed; a restart does it then."""
     episodes: int
     """Episodes that went into these steps, unusable ones included."""
     reason: str
@@ -78,7 +79,8 @@ def run_learner(
     (``FINISHED``). Sets torch's number of threads.
     Started as one of several processes by a distributed launcher, all of them return the same, and only the first one
     writes; each is to call ``leave_process_group`` before it ends. ``ValueError`` when the weight store holds versions
-    that ``run_dir`` knows nothing of.
+    that ``run_dir`` knows nothing of; ``StorageFailed`` when journal or weights fail for
+    ``config.storage_timeout_s``.
     """
     torch.set_num_threads(config.threads)
     ranks = Ranks()
@@ -86,10 +88,13 @@ def run_learner(
         with sigterm():  # the leader decides when to end
             summary: LearnerSummary = follow_leader(ranks, student, config)
             return summary
-    store = WeightStore(weights_uri)
     with sigterm() as stopped:
+        patience = Patience(config.storage_timeout_s, stopped)
+        store = PatientWeights(WeightStore(weights_uri), patience)
         replica = Replica(replicas, config, store, run_dir, stopped) if replicas else None
-        learner = _Learner(student, Journal(journal_uri), store, run_dir, config, follow, ranks, replica)
+        learner = _Learner(
+            student, Journal(journal_uri), store, run_dir, config, follow, ranks, replica, patience
+        )
         try:
             return learner.run(stopped, on_progress or (lambda _: None))
         finally:
@@ -104,15 +109,17 @@ class _Learner:
         self,
         student: Path,
         journal: Journal,
-        store: WeightStore,
+        store: PatientWeights,
         run_dir: Path,
         config: LearnerConfig,
         follow: bool,
         ranks: Ranks,
         replica: Replica | None,
+        patience: Patience,
     ) -> None:
         self._student, self._store, self._run_dir, self._config = student, store, run_dir, config
-        self._follow, self._ranks, self._replica = follow, ranks, replica
+        self._follow, self._ranks, self._replica, self._patience = follow, ranks, replica, patience
+        self._reason = ""
         self._started = time.monotonic()
         self._heartbeat = Heartbeat(run_dir / "status" / "learner.json")
         self._heartbeat.beat("starting", step=0, version=0)
@@ -147,12 +154,13 @@ class _Learner:
         self._step, self._version, self._position = state.step, state.version, state.position
         epoch = state.position["epoch"] if state.position else 0
         self._timings = {"waiting": 0.0, "publishing": 0.0}
+        self._patience.waiting = self._wait_for_storage
         latest = self._store.latest()
         self._source: GroupSource | ShareSource
         if self._replica:
             self._source = self._replica.join(
                 self._trained,
-                journal,
+                PatientJournal(journal, self._patience),
                 self._open_source,
                 follow=self._follow,
                 version=state.version,
@@ -178,7 +186,7 @@ class _Learner:
         self, journal: ReadableJournal, position: dict[str, Any] | None, seen: set[str]
     ) -> GroupSource:
         return GroupSource(
-            journal,
+            PatientJournal(journal, self._patience),
             position=position,
             seen=seen,
             follow=self._follow,
@@ -192,7 +200,6 @@ class _Learner:
     ) -> LearnerSummary:
         """Train until there is a reason to end, and make the last version final."""
         self._stopped, self._on_progress = stopped, on_progress
-        self._reason = ""
         more = self._follow and not self._done() and self._saved.state.metadata["final"]
         if more and not self._replica:
             self._commit_again(final=False)  # there is more to do than the earlier process was told
@@ -204,11 +211,12 @@ class _Learner:
         final = reason in FINISHED
         if self._replica:
             if final and self._replica.publishes_last(self._version):
-                self._store.publish(self._version, self._saved.published, metadata=self._saved.state.metadata)
+                self._put(self._version)
         elif self._saved.state.step != self._step:
             self._commit(final=final)
         elif final and not self._saved.state.metadata["final"]:
             self._commit_again(final=True)
+        reason = self._reason or reason
         self._heartbeat.beat(f"ended: {reason}", step=self._step, version=self._version)
         _log.info("learner.ended", reason=reason, step=self._step, version=self._version)
         summary = LearnerSummary(
@@ -234,7 +242,7 @@ class _Learner:
             return
         self._version += 1
         metrics = self._record()
-        final = bool(self._done()) or self._source.at_end()
+        final = bool(self._done()) or self._at_end()
         ending = final or self._stopped()
         if ending or self._step % self._config.publish_every == 0:
             self._commit(final=final)
@@ -251,7 +259,7 @@ class _Learner:
             self._ranks.changed(self._trained)
         self._step = state.global_step = replica.step
         self._version = replica.round
-        final = settled.round and (bool(self._done()) or self._source.at_end())
+        final = settled.round and (bool(self._done()) or self._at_end())
         if settled.round:
             self._commit(final=final)
         control.should_training_stop = final or self._stopped()
@@ -275,6 +283,9 @@ class _Learner:
             except IdleTimeout as error:
                 _log.error("learner.idle", reason=str(error))
                 self._reason = "idle"
+                return
+            except GivenUp as error:
+                self._give_up(error)
                 return
             if groups is None:
                 return
@@ -305,6 +316,22 @@ class _Learner:
     def _wait(self) -> None:
         self._say("waiting for episodes")
         self._ranks.keep_alive()
+
+    def _wait_for_storage(self, what: str) -> None:
+        self._say(f"waiting for a storage that fails: {what}")
+        self._ranks.keep_alive()
+
+    def _give_up(self, error: GivenUp) -> None:
+        _log.warning("learner.given_up", reason=str(error))
+        self._reason = "signal"
+
+    def _at_end(self) -> bool:
+        """Whether nothing is left in a recorded journal, as far as can be seen."""
+        try:
+            return self._source.at_end()
+        except GivenUp as error:
+            self._give_up(error)
+            return False
 
     def _say(self, state: str) -> None:
         self._heartbeat.beat(state, step=self._step, version=self._version)
@@ -371,8 +398,15 @@ class _Learner:
         if self._replica and not self._replica.publishes(state.version):
             return
         self._heartbeat.beat(f"publishing version {state.version}", step=state.step, version=state.version)
-        self._store.publish(state.version, self._saved.published, metadata=state.metadata)
-        self._store.prune(self._config.keep_versions)
+        self._put(state.version)
+
+    def _put(self, version: int) -> None:
+        """Publish the checkpoint; when told to stop while that fails, the next start does it."""
+        try:
+            self._store.publish(version, self._saved.published, metadata=self._saved.state.metadata)
+            self._store.prune(self._config.keep_versions)
+        except GivenUp as error:
+            self._give_up(error)
 
     @property
     def _moving_teacher(self) -> Weights | None:

@@ -3,19 +3,25 @@
 Object stores make an object visible only when it is complete, so one put is atomic there. On a local disk the
 same comes from a temporary file that is flushed to the disk and then linked or renamed into place. Names of
 temporary files start with a dot and end with ``.tmp``; whoever lists a folder ignores them.
+
+Remote filesystems raise what their libraries raise, such as botocore's own errors for a server that is not there. A
+store raises ``OSError`` for all of it, so that whoever waits for a storage knows its failures from bugs.
 """
 
 from __future__ import annotations
 
 import errno
+import io
 import os
+import re
 import shutil
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
+from functools import wraps
 from pathlib import Path
-from typing import IO, Any, TypeVar
+from typing import IO, Any, Concatenate, ParamSpec, TypeVar, cast
 from uuid import uuid4
 
 import fsspec  # type: ignore[import-untyped]
@@ -29,7 +35,22 @@ REQUESTS = 8
 
 _NO_HARD_LINKS = {errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK}
 
+_SECRETS = re.compile(r"(?<=//)[^/@\s]*@|\?[^\s'\"]+")
+"""Where a URI may hold a password or a token: in front of its host, and in its query."""
+
+P = ParamSpec("P")
 T = TypeVar("T")
+
+
+def _translated(do: Callable[Concatenate[Store, P], T]) -> Callable[Concatenate[Store, P], T]:
+    """A method of ``Store`` that raises ``OSError`` for whatever a remote filesystem raises."""
+
+    @wraps(do)
+    def call(store: Store, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        with store._failures():
+            return do(store, *args, **kwargs)
+
+    return call
 
 
 class Store:
@@ -46,6 +67,7 @@ class Store:
         """The full path of ``name`` inside the store, as the filesystem wants it."""
         return f"{self.root}/{name}" if name else self.root
 
+    @_translated
     def names(self, folder: str = "") -> list[str]:
         """Names in ``folder`` now, unsorted, without temporary files; empty when it is missing."""
         path = self.path(folder)
@@ -57,6 +79,7 @@ class Store:
         names = [each.rstrip("/").rpartition("/")[2] for each in found]
         return [name for name in names if not _is_temporary(name)]
 
+    @_translated
     def sizes(self) -> dict[str, int]:
         """Bytes of each file in the store now, by name, without temporary files."""
         self._fs.invalidate_cache(self.root)
@@ -67,11 +90,19 @@ class Store:
         sizes = {info["name"].rpartition("/")[2]: info["size"] for info in found if info["type"] == "file"}
         return {name: size for name, size in sizes.items() if not _is_temporary(name)}
 
+    @_translated
     def exists(self, name: str) -> bool:
         """Whether a file or folder of that name is there."""
         self._fs.invalidate_cache(self.path(name))
-        return bool(self._fs.exists(self.path(name)))
+        if self.is_local:
+            return os.path.exists(self.path(name))
+        try:
+            self._fs.info(self.path(name))  # ``exists`` of some filesystems takes any failure for a no
+        except FileNotFoundError:
+            return False
+        return True
 
+    @_translated
     def read(self, name: str) -> bytes:
         """The whole content. ``FileNotFoundError`` when it is missing."""
         return bytes(self._fs.cat_file(self.path(name)))
@@ -80,11 +111,13 @@ class Store:
         """The contents of several files, read at once where that takes requests."""
         return self._each(self.read, names)
 
+    @_translated
     def open(self, name: str) -> IO[bytes]:
         """The file, for reading at any position. ``FileNotFoundError`` when it is missing."""
-        file: IO[bytes] = self._fs.open(self.path(name), "rb")
-        return file
+        file = self._fs.open(self.path(name), "rb")
+        return cast(IO[bytes], file if self.is_local else _RemoteFile(file, self._failures))
 
+    @_translated
     def create(self, name: str, data: bytes) -> None:
         """Write a file that never changes again: it is there whole or not at all.
 
@@ -102,6 +135,7 @@ class Store:
             if self.read(name) != data:
                 raise FileExistsError(f"{self.path(name)} is there already, with other content") from None
 
+    @_translated
     def replace(self, name: str, data: bytes) -> None:
         """Write a file whose readers see either the old content or the new one."""
         if self.is_local:
@@ -112,6 +146,7 @@ class Store:
         else:
             self._fs.pipe_file(self.path(name), data)
 
+    @_translated
     def write_chunks(self, name: str, chunks: Iterable[bytes]) -> None:
         """Write a file piece by piece; not atomic, so nothing may refer to it before this returns."""
         if self.is_local:
@@ -130,6 +165,7 @@ class Store:
             for path, _, _ in os.walk(self.path(folder)):
                 sync_folder(Path(path))
 
+    @_translated
     def remove(self, name: str) -> None:
         """Delete a file, or a folder with all it holds; nothing happens when it is missing."""
         if self.exists(name):
@@ -144,15 +180,57 @@ class Store:
         if self.is_local:
             sweep_temporaries(Path(self.root), prefix)
 
+    @_translated
     def _remove_file(self, name: str) -> None:
         with suppress(FileNotFoundError):
             self._fs.rm_file(self.path(name))
+
+    @contextmanager
+    def _failures(self) -> Iterator[None]:
+        try:
+            yield
+        except (OSError, ValueError):
+            raise
+        except Exception as error:
+            if self.is_local:
+                raise
+            name, text = (_SECRETS.sub("", each) for each in (self.uri, str(error) or type(error).__name__))
+            raise OSError(" ".join(f"{name}: {text}".split())) from error
 
     def _each(self, do: Callable[[str], T], names: Sequence[str]) -> list[T]:
         if self.is_local:
             return [do(name) for name in names]
         with ThreadPoolExecutor(REQUESTS) as pool:
             return list(pool.map(do, names))
+
+
+class _RemoteFile(io.RawIOBase):
+    """A file of a remote filesystem, which asks for its content only when that is read."""
+
+    def __init__(self, file: IO[bytes], failures: Callable[[], AbstractContextManager[None]]) -> None:
+        super().__init__()
+        self._file, self._failures = file, failures
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def read(self, size: int = -1, /) -> bytes:
+        with self._failures():
+            return self._file.read(size)
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET, /) -> int:
+        with self._failures():
+            return self._file.seek(offset, whence)
+
+    def tell(self) -> int:
+        return self._file.tell()
+
+    def close(self) -> None:
+        self._file.close()
+        super().close()
 
 
 def read_chunks(file: IO[bytes]) -> Iterator[bytes]:

@@ -6,20 +6,16 @@ A storage that never answers would keep a thread of asyncio's own pool, and with
 from __future__ import annotations
 
 import asyncio
-import random
 import threading
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
 import structlog
 
-FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 10.0
+from hintloop.replay.patience import pauses, too_long
+
 T = TypeVar("T")
 _log = structlog.get_logger(__name__)
-
-
-class StorageFailed(OSError):
-    """A storage failed for longer than anybody is willing to wait."""
 
 
 async def aside(call: Callable[[], T], *, name: str, limit_s: float | None = None) -> T:
@@ -61,7 +57,7 @@ async def persist(
     try can change: ``FileExistsError`` and whatever is no ``OSError``.
     """
     last: OSError | None = None
-    pause = FIRST_PAUSE_S
+    pause = pauses()
     try:
         async with asyncio.timeout(patience_s):
             while True:
@@ -73,11 +69,9 @@ async def persist(
                     last = error
                     on_failure(error)
                     _log.warning("storage_failed", what=what, error=repr(error))
-                await asyncio.sleep(pause * (0.5 + random.random()))
-                pause = min(2 * pause, LONGEST_PAUSE_S)
+                await asyncio.sleep(next(pause))
     except TimeoutError:
-        why = "it does not answer" if last is None else last.strerror or str(last)
-        raise StorageFailed(f"{what} failed for {patience_s:g} s: {why}") from last
+        raise too_long(what, patience_s, last) from last
 
 
 def housekeeping(work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:

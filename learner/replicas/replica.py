@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import structlog
 from torch import Tensor
@@ -26,9 +26,8 @@ from hintloop.learner.replicas.share import OrderedJournal, ShareSource
 from hintloop.learner.replicas.state import from_bytes, to_bytes
 from hintloop.learner.replicas.store import ObjectStoreAllReduce
 from hintloop.learner.source import POLL_SECONDS, GroupSource, ReadableJournal
-from hintloop.replay.journal import Journal
 from hintloop.replay.storage import Store
-from hintloop.replay.weights import WeightStore, version_name
+from hintloop.replay.weights import Manifest, version_name
 
 KEPT = 3
 """Outer states that are kept; one more than checkpoints."""
@@ -64,6 +63,16 @@ class Settled:
     """The others have changed more than the step itself."""
 
 
+class Versions(Protocol):
+    """What a replica asks of a weight store."""
+
+    uri: str
+
+    def latest(self) -> Manifest | None:
+        """The newest version, or None before the first."""
+        ...
+
+
 class Replica:
     """One replica. Made at the start of a run, and joined to the others when its model is there."""
 
@@ -71,7 +80,7 @@ class Replica:
         self,
         config: ReplicasConfig,
         learner: LearnerConfig,
-        store: WeightStore,
+        store: Versions,
         run_dir: Path,
         stopped: Callable[[], bool] = lambda: False,
     ) -> None:
@@ -91,7 +100,7 @@ class Replica:
     def join(
         self,
         trained: Trained,
-        journal: Journal,
+        journal: ReadableJournal,
         open_source: OpenSource,
         *,
         follow: bool,

@@ -16,7 +16,7 @@ import structlog
 
 from hintloop.learner.source import GroupSource, ReadableJournal, groups_of
 from hintloop.replay.episode import Episode
-from hintloop.replay.journal import DamagedSegment, Journal, Segment
+from hintloop.replay.journal import DamagedSegment, Segment
 from hintloop.replay.storage import Store
 
 _log = structlog.get_logger(__name__)
@@ -142,7 +142,7 @@ class OrderedJournal:
     is complete need no log, for they all find the same.
     """
 
-    def __init__(self, journal: Journal, log: str | Path) -> None:
+    def __init__(self, journal: ReadableJournal, log: str | Path) -> None:
         """``log``: folder of the log, at any fsspec URI."""
         self.uri = journal.uri
         self._journal, self._log = journal, Store(log)
@@ -159,7 +159,7 @@ class OrderedJournal:
 class _OrderedReader:
     """What a ``JournalReader`` does, by the log."""
 
-    def __init__(self, journal: Journal, log: Store, entries: int) -> None:
+    def __init__(self, journal: ReadableJournal, log: Store, entries: int) -> None:
         self._journal, self._log, self._entries = journal, log, entries
         before = self._entry(entries - 1) if entries else None
         self._behind: dict[str, int] = before["position"] if before else {}

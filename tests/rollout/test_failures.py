@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import math
+import selectors
 import threading
 import time
 from collections.abc import Callable
@@ -17,12 +19,16 @@ from hintloop.agent.conversation import RenderError
 from hintloop.agent.engine import EngineError
 from hintloop.agent.episode import EpisodeLost, TaskUnfit
 from hintloop.envs.client import AtCapacity, EnvironmentLost, Refused
+from hintloop.replay import patience
+from hintloop.replay.patience import StorageFailed
 from hintloop.replay.weights import WeightStore
-from hintloop.rollout import offload
+from hintloop.rollout.config import RolloutConfig
 from hintloop.rollout.failures import Overdue, Part, part_of, reason_of
 from hintloop.rollout.ledger import LedgerFailed
-from hintloop.rollout.offload import StorageFailed, aside, persist
+from hintloop.rollout.offload import aside, persist
 from hintloop.rollout.weights import WeightsRefused, next_version
+
+WHAT = "writing to the journal"
 
 
 @pytest.mark.parametrize(
@@ -92,9 +98,7 @@ def stored(call: Callable[[], str], patience_s: float) -> tuple[str, int]:
 
     async def run() -> str:
         async with asyncio.timeout(20):
-            return await persist(
-                call, what="writing to the journal", patience_s=patience_s, on_failure=failures.append
-            )
+            return await persist(call, what=WHAT, patience_s=patience_s, on_failure=failures.append)
 
     return asyncio.run(run()), len(failures)
 
@@ -116,8 +120,54 @@ def failing(times: int, error: Exception) -> Callable[[], str]:
 
 
 def test_a_storage_that_fails_for_a_while_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(offload, "FIRST_PAUSE_S", 0.01)
+    monkeypatch.setattr(patience, "FIRST_PAUSE_S", 0.01)
     assert stored(failing(4, OSError(errno.EIO, "Input/output error")), 10.0) == ("written", 4)
+
+
+class SkippingSelector(selectors.DefaultSelector):
+    """Of a loop whose clock jumps to what is due next, whenever no call to the storage is under way."""
+
+    now = 0.0
+
+    def select(self, timeout: float | None = None) -> Any:
+        while True:
+            busy = any(thread.name == WHAT for thread in threading.enumerate())
+            found = super().select(0.001 if busy and timeout != 0 else 0)
+            if found or timeout == 0:
+                return found
+            if not busy:
+                self.now += timeout or 0.0
+                return found
+
+
+def seconds_until_written(clock: SkippingSelector, fails_s: float) -> float:
+    """How long an append takes, with the run's own patience, to a storage that fails for the first ``fails_s``."""
+
+    def loop() -> asyncio.AbstractEventLoop:
+        made = asyncio.SelectorEventLoop(clock)
+        monkeypatch.setattr(made, "time", lambda: clock.now)
+        return made
+
+    def append() -> str:
+        if clock.now < fails_s:
+            raise OSError(errno.EIO, "Input/output error")
+        return "written"
+
+    rule = RolloutConfig().storage_timeout_s
+    with pytest.MonkeyPatch.context() as monkeypatch, asyncio.Runner(loop_factory=loop) as runner:
+        patient = persist(append, what=WHAT, patience_s=rule, on_failure=lambda error: None)
+        assert runner.run(patient) == "written"
+    return clock.now
+
+
+def test_a_storage_may_fail_for_minutes() -> None:
+    for fails_s in (60.0, 240.0):
+        longest = 1.5 * patience.LONGEST_PAUSE_S
+        assert fails_s <= seconds_until_written(SkippingSelector(), fails_s) <= fails_s + longest
+    clock = SkippingSelector()
+    with pytest.raises(StorageFailed, match="failed for 300 s: Input/output error"):
+        seconds_until_written(clock, math.inf)
+    assert clock.now == pytest.approx(300.0)
 
 
 def test_a_storage_that_fails_for_too_long_says_why() -> None:
