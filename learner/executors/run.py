@@ -18,7 +18,8 @@ from hintloop.learner.executors.protocol import (
 
 COLLECT_S = 120.0
 """How long replicas may take to be over once they have been cancelled."""
-_LOGS_S = 5.0
+_LOGS_S = 15.0
+"""How long the end of their logs may take to come; it is short."""
 
 
 def run_replicas(
@@ -39,17 +40,18 @@ def run_replicas(
     readers: list[threading.Thread] = []
     handles = executor.launch_replicas(specs)
     try:
-        for handle in handles:  # as daemons: one that waits for a service must not keep this process
-            arguments = (executor, handle, timeout_s, say)
-            readers.append(threading.Thread(target=_pass_on, args=arguments, daemon=True))
-            readers[-1].start()
-        _wait(executor, handles, deadline, together, stopped)
-    finally:
-        executor.cancel(handles)
-    results = executor.collect(handles, timeout_s=COLLECT_S)
-    for reader in readers:
-        reader.join(_LOGS_S)
-    return results
+        try:
+            for handle in handles:  # as daemons: one that waits for a service must not keep this process
+                arguments = (executor, handle, timeout_s, say)
+                readers.append(threading.Thread(target=_pass_on, args=arguments, daemon=True))
+                readers[-1].start()
+            _wait(executor, handles, deadline, together, stopped)
+        finally:
+            executor.cancel(handles)
+        return executor.collect(handles, timeout_s=COLLECT_S)
+    finally:  # after Ctrl-C, too, they have last words
+        for reader in readers:
+            reader.join(_LOGS_S)
 
 
 def _wait(
