@@ -35,7 +35,7 @@ from hintloop.rollout.run import run_rollout
 pytestmark = pytest.mark.usefixtures("within_time")
 LAST = 3
 """The last version, or a later one where faults are still to come then."""
-LEARNS_S = 90.0
+LEARNS_S = 180.0
 _DROP = Fault(kind="drop", skip=1, times=3, tokens=4)
 BREAK = ((_DROP, Fault(kind="error", skip=20, times=2), Fault(kind="stale_load", skip=1)), (_DROP,))
 DELAY_AND_LIE = (
