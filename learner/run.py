@@ -186,7 +186,7 @@ class _Learner:
         self, journal: ReadableJournal, position: dict[str, Any] | None, seen: set[str]
     ) -> GroupSource:
         return GroupSource(
-            PatientJournal(journal, self._patience),
+            PatientJournal(journal, self._patience),  # a replica's has a log of its own around the run's
             position=position,
             seen=seen,
             follow=self._follow,

@@ -100,11 +100,11 @@ class Fault(_Model):
 
     kind: Kind
     """``slow``: ``seconds`` late. ``error``: HTTP ``status``. ``drop``: the connection ends after ``tokens``.
-    ``hang``: nothing more comes after ``tokens``. ``mislabel``: the answer names another version, or the
-    weights get another name than was asked for. ``restart``: after ``tokens`` the process starts anew, with no weights,
-    ``seconds`` later. ``corrupt``: what was fetched
-    is not what was published. ``refuse_load``: the load, of an adapter too, or the transfer fails before the model is
-    touched. ``break_load``: it fails half-way. ``stale_load``: it claims success and keeps the old weights."""
+    ``hang``: nothing more comes after ``tokens``. ``mislabel``: the answer names another version, or the weights get
+    another name than was asked for. ``restart``: after ``tokens`` the process starts anew, with no weights, ``seconds``
+    later. ``corrupt``: what was fetched is not what was published. ``refuse_load``: the load, of an adapter too, or the
+    transfer fails before the model is touched. ``break_load``: it fails half-way. ``stale_load``: it claims success and
+    keeps the old weights."""
     place: Place | None = None
     """The call that ``slow``, ``error``, ``drop``, ``hang``, ``restart`` or ``mislabel`` strikes, if it is another one
     than ``generate``. What is asked for is then done for ``slow``, ``mislabel``, and ``drop``, which loses the answer
